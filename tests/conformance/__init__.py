@@ -1,13 +1,13 @@
 """Replay of the captured tf.distribute programs on hpcstrat.
 
 ``python -m tests.conformance CASES.json`` reads declarative programs together with
-the results that TensorFlow gave, replays them under ``mpirun`` and compares. The
-modules know the vocabulary of the programs, never a single case:
+TensorFlow's results, replays them under ``mpirun`` and compares the results. The
+modules know the vocabulary of the programs, but no single case:
 
 observe, expressions, pipeline
-    Values of the programs, and how a value is written down.
+    Values of the programs, and the JSON form of values.
 session, steps, replica, inputs, checkpoints
-    What a program does, on one rank.
+    The execution of a program on one rank.
 worker, launch
     All programs of one number of ranks in one job, with a time limit for each.
 compare, model, divergences, judge, report

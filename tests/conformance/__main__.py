@@ -46,7 +46,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _judged(case: dict[str, Any], outcome: Outcome) -> Verdict:
-    """Return the verdict; a case that the comparison cannot read has failed."""
+    """Return the verdict on a case; a case that cannot be compared has failed."""
     try:
         return judge(case, outcome)
     except Exception:
@@ -54,7 +54,7 @@ def _judged(case: dict[str, Any], outcome: Outcome) -> Verdict:
 
 
 def replay_cases(cases: Sequence[dict[str, Any]], limit_seconds: float) -> list[Result]:
-    """Replay the cases; return each with its verdict."""
+    """Replay the cases; return each case with its verdict."""
     indices = [i for i, case in enumerate(cases) if missing_part(case) is None]
     ending = [i for i in indices if cases[i]["strategy"] == "preemption"]
     served = [i for i in indices if cases[i]["strategy"] == "parameter_server"]
@@ -75,7 +75,7 @@ def replay_cases(cases: Sequence[dict[str, Any]], limit_seconds: float) -> list[
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Replay, print, and return the exit status: 0 if nothing failed."""
+    """Replay the cases, print a report, and return 0 if nothing failed."""
     arguments = _arguments(argv)
     check_rows()
     found = json.loads(arguments.cases.read_text(encoding="utf-8"))
@@ -93,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.id:
         cases = [case for case in cases if case["id"] in arguments.id]
     if arguments.ranks:
-        # The others say what each of several processes sees.
+        # The other cases have a result for each of several processes, so leave them
+        # out.
         cases = [
             {**case, "ranks": arguments.ranks}
             for case in cases

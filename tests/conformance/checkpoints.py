@@ -1,4 +1,4 @@
-"""The steps of programs about checkpoints."""
+"""The steps of programs that use checkpoints."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["CHECKPOINT_STEPS"]
 def _manager(session: Session, variables: Mapping[str, Any], *, saves: bool) -> Any:
     """Return a manager over the program's folder of checkpoints.
 
-    Plain variables outside of every scope belong to their rank alone. Each rank then
-    saves into a folder of its own, of which the first rank's is the one that is read
-    later. In a scope its strategy saves, with one folder for all ranks.
+    Plain variables outside of every scope belong to one rank. Each rank then saves into
+    a separate folder, and later steps read the folder of the first rank. In a scope,
+    the strategy saves into one folder for all ranks.
     """
     plain = all(variable_kind(variable) == "plain" for variable in variables.values())
     folder = "checkpoints"
@@ -33,7 +33,7 @@ def _op_save(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
     variables = {name: session.variables[name] for name in step["vars"]}
     _manager(session, variables, saves=True).save()
     if all(variable_kind(variable) == "plain" for variable in variables.values()):
-        # The others look into the first rank's folder.
+        # The other ranks read the first rank's folder, so they wait for the save.
         session.strategy.barrier()
 
 
@@ -43,21 +43,21 @@ def _op_restore(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
 
 
 def _newest(directory: Path) -> Path:
-    """Return the file that was saved last."""
+    """Return the checkpoint file with the highest step."""
     return max(directory.glob("ckpt-*.h5"))
 
 
 def _op_checkpoint_value(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
     import h5py
 
-    # An ordinary HDF5 file: the variables are the data sets under /variables.
+    # A checkpoint is an ordinary HDF5 file, with the variables under /variables.
     path = _newest(session.directory / "checkpoints")
     with h5py.File(path, "r", locking=False) as file:
         dataset = file["variables"][step["name"]]
         value = dataset[()]
         how = dataset.attrs["aggregation"]
         how = how.decode() if isinstance(how, bytes) else how
-        # Of logical replicas the file has all components, which its reader combines.
+        # With logical replicas, the file has all components, which its reader combines.
         if "replica_axis" in dataset.attrs and how != "none":
             combined = {"sum": value.sum(0), "mean": value.mean(0)}.get(how, value[0])
             value = np.asarray(combined, dataset.dtype)

@@ -1,4 +1,4 @@
-"""Joining what the ranks saw, and comparing it with what TensorFlow gave."""
+"""Joining the observations of ranks, and comparing them with TensorFlow's results."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = [
     "project",
 ]
 
-# The only classes that a program may count on; the others stand for any exception.
+# The portable error classes; an expected error of any other class matches any error.
 _PORTABLE_ERRORS = ("ValueError", "TypeError", "RuntimeError", "NotImplementedError")
 _RELATIVE_TOLERANCE = 1e-6
 _WRAPPERS = ("per_replica", "mirrored")
 
 
 def _strip(value: Any) -> Any:
-    """Take the marks of this rank's own entries away."""
+    """Remove the marks of this rank's own entries."""
     if isinstance(value, dict):
         if set(value) == {OWN}:
             return _strip(value[OWN])
@@ -37,9 +37,9 @@ def _strip(value: Any) -> Any:
 
 
 def local(value: Any) -> Any:
-    """Return a rank's observation as that rank alone would write it.
+    """Return a rank's observation in the form for a single process.
 
-    A distributed value of one local replica counts as its bare part.
+    A distributed value with one local replica counts as its bare part.
     """
     value = _strip(value)
     if isinstance(value, dict):
@@ -54,7 +54,7 @@ def local(value: Any) -> Any:
 
 
 def project(expected: Any, replica: int) -> Any:
-    """Return the part of a joined observation that is one replica's."""
+    """Return one replica's part of a joined observation."""
     if isinstance(expected, dict):
         if len(expected) == 1:
             (word, parts), *_ = expected.items()
@@ -67,9 +67,10 @@ def project(expected: Any, replica: int) -> Any:
 
 
 def part_of(value: Any, index: int, count: int) -> Any:
-    """Return an observation as the rank would have made it for one of its replicas.
+    """Return the part of a rank's observation that belongs to one of its replicas.
 
-    Of lists with an own entry for each of ``count`` replicas it keeps that one.
+    A list with an own entry for each of ``count`` replicas keeps only the entry of this
+    replica.
     """
     if _is_own(value) and len(value) in (1, count):
         return [value[index if len(value) == count else 0]]
@@ -81,7 +82,7 @@ def part_of(value: Any, index: int, count: int) -> Any:
 
 
 def _is_own(value: Any) -> bool:
-    """Return whether ``value`` is a list with the own entries of this rank."""
+    """Return whether ``value`` is a list of own entries of this rank."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -90,10 +91,10 @@ def _is_own(value: Any) -> bool:
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """Put the observations of all replicas, in rank order, together.
+    """Join the observations of all replicas, in rank order.
 
-    Lists of own entries become lists over the replicas; everything else must be equal
-    on all ranks, and what is not shows as ``{"@differs": [...]}``.
+    Lists of own entries become lists over the replicas. Everything else must be equal
+    on all ranks; differences become ``{"@differs": [...]}``.
     """
     first = parts[0]
     if all(_is_own(part) for part in parts):
@@ -111,7 +112,7 @@ def join(parts: Sequence[Any]) -> Any:
 
 
 def _union(lists: Sequence[list[Any]]) -> list[Any]:
-    """Put lists together of which each rank may know a part, or the same whole."""
+    """Join lists of which each rank may know a part, or the same whole."""
     joined = list(lists[0])
     for entries in lists[1:]:
         joined += [entry for entry in entries if entry not in joined]
@@ -119,7 +120,7 @@ def _union(lists: Sequence[list[Any]]) -> list[Any]:
 
 
 def error_matches(expected: str, seen: Any, tags: Sequence[str]) -> bool:
-    """Return whether what a rank saw is the error that is expected."""
+    """Return whether a rank's observation is the expected error."""
     if not isinstance(seen, dict) or "error" not in seen or "interpreter" in seen:
         return False
     if expected not in _PORTABLE_ERRORS or "error_class" in tags:
@@ -128,7 +129,7 @@ def error_matches(expected: str, seen: Any, tags: Sequence[str]) -> bool:
 
 
 def _close(expected: float, seen: float, dtype: str) -> bool:
-    """Return whether two numbers of a tensor agree."""
+    """Return whether two numbers of tensors agree."""
     if math.isnan(expected):
         return math.isnan(seen)
     if dtype == "float32":
@@ -137,7 +138,7 @@ def _close(expected: float, seen: float, dtype: str) -> bool:
 
 
 def _numbers_differ(expected: Any, seen: Any, dtype: str, path: str) -> str | None:
-    """Compare the nested lists of two tensors."""
+    """Return the first difference between two tensors' nested lists, or None."""
     if isinstance(expected, list) or isinstance(seen, list):
         both = isinstance(expected, list) and isinstance(seen, list)
         if not both or len(expected) != len(seen):
@@ -155,7 +156,7 @@ def _numbers_differ(expected: Any, seen: Any, dtype: str, path: str) -> str | No
 def _tensors_differ(
     expected: dict[str, Any], seen: dict[str, Any], path: str
 ) -> str | None:
-    """Compare two tensors."""
+    """Return the first difference between two tensors, or None."""
     for key in ("dtype", "shape"):
         if expected[key] != seen[key]:
             return f"{path}.{key}: expected {expected[key]}, found {seen[key]}"
@@ -165,8 +166,8 @@ def _tensors_differ(
 def difference(expected: Any, seen: Any, path: str = "") -> str | None:
     """Return where two observations differ, or None if they agree.
 
-    float32 within a relative tolerance of 1e-6; everything else exactly, the types
-    and the structure included.
+    float32 numbers are compared within a relative tolerance of 1e-6. Everything else is
+    compared exactly, including types and structure.
     """
     if type(expected) is not type(seen):
         return f"{path}: expected {_short(expected)}, found {_short(seen)}"
@@ -191,6 +192,6 @@ def difference(expected: Any, seen: Any, path: str = "") -> str | None:
 
 
 def _short(value: Any) -> str:
-    """Return a value's text, cut to a readable length."""
+    """Return a value's repr, cut to a readable length."""
     text = repr(value)
     return text if len(text) <= 400 else text[:400] + " ..."

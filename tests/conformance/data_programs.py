@@ -1,7 +1,7 @@
-"""Programs of tf.data, replayed on `hpcstrat.Dataset`: what runs them, and where.
+"""Programs of tf.data, built and run on `hpcstrat.Dataset`.
 
-A program is a list of steps, ``[method, *arguments, {keywords}]``; the first makes the
-data set. Functions are named by what they compute.
+A program is a list of steps, ``[method, *arguments, {keywords}]``; the first step makes
+the dataset. A function is named by its computation, such as ``x*10``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MOST_ELEMENTS = 40
 
 
 class NotBuilt(Exception):
-    """A program uses a method or a function that the replay does not know."""
+    """An error: a program uses a method or a function that the replay does not know."""
 
 
 def _raise_at_3(x: Any) -> Any:
@@ -48,7 +48,7 @@ def _arithmetic(text: str) -> Callable[..., Any] | None:
     if not arrow:
         names, body = "x", text
     names = names.strip("() ")
-    # Arithmetic on names of one letter, and nothing that could be called.
+    # Allow arithmetic on names of one letter, but nothing that can be called.
     if not re.fullmatch(r"[a-z](\s*,\s*[a-z])*", names):
         return None
     if not re.fullmatch(r"(\b[a-z]\b|[\d\s+*/%<>=!().,-])+", body):
@@ -75,7 +75,7 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 class _Rebatched:
-    """What the reference's legacy rebatching gives: the parts of all replicas."""
+    """The result of TensorFlow's legacy rebatching: all replicas' parts in turn."""
 
     def __init__(self, dataset: Any, count: int) -> None:
         self._dataset, self._count = dataset, count
@@ -173,7 +173,7 @@ def _next(
 
 
 def build(program: list[Any], folder: Path) -> Any:
-    """Return the data set of a program, over the files in a folder."""
+    """Return the dataset of a program; ``folder`` has the program's files."""
     dataset = None
     for op, *args in program:
         keywords = {}
@@ -187,7 +187,7 @@ def build(program: list[Any], folder: Path) -> Any:
 
 
 def plain(element: Any) -> Any:
-    """Return an element as JSON has it."""
+    """Return an element as JSON values."""
     if isinstance(element, (tuple, list)):
         return [plain(part) for part in element]
     if isinstance(element, dict):
@@ -196,7 +196,7 @@ def plain(element: Any) -> Any:
 
 
 def spec_text(spec: Any) -> str:
-    """Return specs as TensorFlow shows them."""
+    """Return the text with which TensorFlow shows specs."""
 
     class Shown:
         def __init__(self, leaf: ArraySpec) -> None:
@@ -213,7 +213,7 @@ def spec_text(spec: Any) -> str:
 
 
 def outcome(program: list[Any], folder: Path) -> dict[str, Any]:
-    """Run a program; return what TensorFlow's results say of it."""
+    """Run a program; return its results in the form of TensorFlow's results."""
     result: dict[str, Any] = {}
     elements: list[Any] | None = None
     try:
@@ -239,7 +239,7 @@ def outcome(program: list[Any], folder: Path) -> dict[str, Any]:
 
 
 def distributed_program(text: str, folder: Path) -> Any:
-    """Return the data set that a line such as ``range(5).batch(4).repeat(2)`` means."""
+    """Return the dataset of a text such as ``range(5).batch(4).repeat(2)``."""
     source = re.match(r"range\(([\d, ]+)\)", text)
     if source:
         dataset = Dataset.range(*map(int, source[1].split(",")))

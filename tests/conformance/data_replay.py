@@ -1,4 +1,4 @@
-"""Replays a file of tf.data programs, and says of each whether it is as expected."""
+"""Replay a file of tf.data programs, and return a verdict on each program."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from tests.conformance.report import Result
 
 __all__ = ["holds_data_programs", "replay_data"]
 
-# Errors that Python has; those of TensorFlow alone are any error here.
+# Error classes of Python; for any other expected class, any error is right.
 _PYTHON_ERRORS = ("IndexError", "KeyError", "RuntimeError", "TypeError", "ValueError")
 _DRAWN = {"sample", "shuffle"}
 
 
 def holds_data_programs(found: dict[str, Any]) -> bool:
-    """Whether a file has programs of tf.data."""
+    """Return whether a file has programs of tf.data."""
     return isinstance(found.get("cases"), dict)
 
 
 def _is_drawn(program: Any) -> bool:
-    """Whether the order of a program is random: neither side promises which."""
+    """Return whether a program's order is random, so that orders may differ."""
     if not isinstance(program, list):
         return False
     if program and isinstance(program[0], str) and program[0] in _DRAWN:
@@ -44,7 +44,7 @@ def _is_drawn(program: Any) -> bool:
 
 
 def _judge(_: str, case: dict[str, Any], folder: Path) -> Verdict:
-    """Compare a program with TensorFlow's results."""
+    """Compare a program's results with TensorFlow's."""
     program = case["program"]
     seen = outcome(program, folder)
     if case.get("error") is not None:
@@ -162,7 +162,7 @@ _NAMED_PROPERTIES = {
 
 
 def _places_early(case: dict[str, Any], folder: Path) -> Verdict:
-    """Compare how many places before its own an element comes at most."""
+    """Compare the largest number of places by which an element comes early."""
     *before, shuffle = case["program"]
     most = -1
     for seed in range(200):
@@ -173,7 +173,7 @@ def _places_early(case: dict[str, Any], folder: Path) -> Verdict:
 
 
 def _judge_property(name: str, case: dict[str, Any], folder: Path) -> Verdict:
-    """Compare what is promised of a random order."""
+    """Compare the properties that a random order must have."""
     program = case["program"]
     if name in _NAMED_PROPERTIES:
         return _NAMED_PROPERTIES[name](case, folder)
@@ -194,7 +194,7 @@ def _judge_property(name: str, case: dict[str, Any], folder: Path) -> Verdict:
 
 
 def _distribute(texts: list[str], folder: Path, one_each: bool) -> list[Any]:
-    """Return this replica's batches of each data set; runs on every rank."""
+    """Return this replica's batches of each dataset; this runs on every rank."""
     import hpcstrat as hs
 
     found: list[Any] = []
@@ -216,7 +216,7 @@ def _distribute(texts: list[str], folder: Path, one_each: bool) -> list[Any]:
 
 
 def _run_ranks(path: str) -> None:
-    """Do one rank's part; the body of ``python -m tests.conformance.data_replay``."""
+    """Run one rank's part: the body of ``python -m tests.conformance.data_replay``."""
     from mpi4py import MPI
 
     job = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -227,7 +227,7 @@ def _run_ranks(path: str) -> None:
 
 
 def _ranks(texts: list[str], size: int, folder: Path, one_each: bool) -> list[Any]:
-    """Return for each data set what every replica got."""
+    """Return the batches of every replica, for each dataset."""
     with tempfile.TemporaryDirectory(prefix="conformance-") as name:
         result = Path(name) / "result.json"
         job = {
@@ -264,7 +264,7 @@ def _verdict_of_parts(expected: Any, parts: list[Any], by_worker: bool) -> Verdi
 
 
 def _distributed(found: dict[str, Any], folder: Path) -> list[Result]:
-    """Replay what strategies of several replicas give."""
+    """Replay the programs of strategies with several replicas."""
     results: list[Result] = []
     by_size: dict[int, list[str]] = {}
     for text in found.get("distributed", {}):
@@ -286,7 +286,7 @@ def _distributed(found: dict[str, Any], folder: Path) -> list[Result]:
 
 
 def replay_data(found: dict[str, Any]) -> list[Result]:
-    """Replay all programs of a file; return each with its verdict."""
+    """Replay all programs of a file; return each program with its verdict."""
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="conformance-") as where:
         folder = Path(where)

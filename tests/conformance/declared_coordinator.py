@@ -1,4 +1,4 @@
-"""Results of a coordinator that rightly differ from TensorFlow's."""
+"""Results of a coordinator that may differ from TensorFlow's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["any_function"]
 
 
 def any_function(view: View, memory: Memory) -> str | None:
-    """A function is scheduled that TensorFlow would have to compile before."""
+    """Declare a scheduled Python function, which TensorFlow would have to compile."""
     spec = view.spec
     if spec["op"] != "schedule" or "python_callable" not in spec["fn"]:
         return None

@@ -1,7 +1,7 @@
-"""Errors that TensorFlow does not raise, or raises where hpcstrat goes on.
+"""Errors that only one of TensorFlow and hpcstrat raises.
 
-Each function looks at a step that differs, and returns the id of the row that declares
-the difference, or None.
+Each function checks a step that differs, and returns the id of the table row that
+declares the difference, or None.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ __all__ = [
 
 
 def none_assign(view: View, memory: Memory) -> str | None:
-    """Without an aggregation nothing says what a replica's value is to become."""
+    """Declare the error for assignments to a variable without an aggregation."""
     if view.size < 2 or view.size != len(view.present):
         return None
     guilty = False
     for rank, events in enumerate(view.events("replica_assign")):
         if not events:
-            # A replica that does not assign goes on, or is told of the others.
+            # A replica that does not assign continues, or is notified by the other
+            # replicas.
             error = view.errors[rank]
             if error is not None and "RuntimeError" not in error["classes"]:
                 return None
@@ -55,7 +56,7 @@ def none_assign(view: View, memory: Memory) -> str | None:
 
 
 def per_replica_assign(view: View, memory: Memory) -> str | None:
-    """A value for each replica is no value of the variable as a whole."""
+    """Declare the error for assigning a PerReplica to a variable as a whole."""
     errors = {"mirrored": "ValueError", "sync_on_read": "TypeError"}
     for events in view.events("cross_assign"):
         if not events or not has_word(events[-1]["value"], "per_replica"):
@@ -67,13 +68,13 @@ def per_replica_assign(view: View, memory: Memory) -> str | None:
 
 
 def update_per_replica(view: View, memory: Memory) -> str | None:
-    """So is an argument of `update` that differs between replicas."""
+    """Declare the error for an argument of `update` that differs between replicas."""
     if view.size < 2 or not raises(view, "ValueError"):
         return None
     for events in view.events("update"):
         if not events or fact(view, 0, events[-1]["var"]).get("class") != "mirrored":
             return None
-        # In replica context every argument that is an array is one for each replica.
+        # In replica context, every argument that is an array differs between replicas.
         words = ["per_replica"]
         words += ["tensor"] if events[-1]["mode"] == "replica" else []
         if not any(has_word(a, word) for a in events[-1]["args"] for word in words):
@@ -82,7 +83,7 @@ def update_per_replica(view: View, memory: Memory) -> str | None:
 
 
 def assign_on_read(view: View, memory: Memory) -> str | None:
-    """An ON_READ variable without aggregation has no value to assign."""
+    """Declare the error for assigning an ON_READ variable without aggregation."""
     for events in view.events("cross_assign"):
         source = events[-1]["value"].get("variable") if events else None
         held = fact(view, 0, source) if source else {}
@@ -92,7 +93,7 @@ def assign_on_read(view: View, memory: Memory) -> str | None:
 
 
 def checkpoint_none(view: View, memory: Memory) -> str | None:
-    """All rows of an ON_READ variable without aggregation are saved."""
+    """Declare the save of an ON_READ variable without aggregation, with all rows."""
     if view.spec["op"] != "save" or not view.complete:
         return None
     if view.expected_error() != "ValueError":
@@ -103,7 +104,7 @@ def checkpoint_none(view: View, memory: Memory) -> str | None:
 
 
 def not_gathered(view: View, memory: Memory) -> str | None:
-    """What several replicas could not gather is refused on one, and where it is one."""
+    """Declare a refused gather that TensorFlow accepts for one replica or one value."""
     events = [found[-1] for found in view.events("gather", "all_gather") if found]
     if len(events) != view.size or view.expected_error() is not None:
         return None
@@ -117,7 +118,7 @@ def not_gathered(view: View, memory: Memory) -> str | None:
 
 
 def no_sum(view: View, memory: Memory) -> str | None:
-    """What is no number has no sum, whether something is to be added or not."""
+    """Declare the error for summing values that are not numbers."""
     if not raises(view, "ValueError"):
         return None
     for events in view.events("reduce", "all_reduce"):
@@ -133,7 +134,7 @@ def no_sum(view: View, memory: Memory) -> str | None:
 
 
 def summed_mirrored(view: View, memory: Memory) -> str | None:
-    """What is equal on all replicas is summed by mistake."""
+    """Declare the error for a sum of values that are equal on all replicas."""
     if view.size < 2 or not raises(view, "ValueError"):
         return None
     for events in view.events("reduce"):
@@ -144,7 +145,7 @@ def summed_mirrored(view: View, memory: Memory) -> str | None:
 
 
 def over_axis(view: View, memory: Memory) -> str | None:
-    """A reduction over an axis takes one array of each replica."""
+    """Declare the error for a nest in a reduction over an axis."""
     events = [found[-1] for found in view.events("reduce") if found]
     if len(events) != view.size or any(event["axis"] is None for event in events):
         return None
@@ -158,7 +159,7 @@ def over_axis(view: View, memory: Memory) -> str | None:
 
 
 def plain_aggregation(view: View, memory: Memory) -> str | None:
-    """The aggregation of a variable that was made outside of the scope is lost."""
+    """Declare the error for an aggregation of a variable made outside of the scope."""
     if view.size < 2 or not raises(view, "ValueError"):
         return None
     for rank, events in enumerate(view.events("replica_assign")):
@@ -177,7 +178,7 @@ def _assigned_value(view: View, rank: int) -> tuple[Any, Mapping[str, Any]]:
 
 
 def wrong_type(view: View, memory: Memory) -> str | None:
-    """An ON_READ variable takes arrays of its own type, as all variables do."""
+    """Declare the error if an ON_READ variable gets an array of another type."""
     if view.expected_error() is not None or not raises(view, "ValueError"):
         return None
     for rank in range(view.size):
@@ -207,7 +208,7 @@ def _no_axis(view: View) -> bool:
 
 
 def error_class(view: View, memory: Memory) -> str | None:
-    """Python's own class for a mistake, where TensorFlow has another one."""
+    """Declare an error with Python's usual class, which differs from TensorFlow's."""
     expected = view.expected_error()
     if expected == "TypeError" and raises(view, "ValueError"):
         return "error-class" if _float_into_integers(view) else None
@@ -217,7 +218,7 @@ def error_class(view: View, memory: Memory) -> str | None:
 
 
 def _shape_of_calls(record: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """Return what of a rank's synchronizing calls must be the same on all ranks."""
+    """Return the parts of a rank's calls that must be equal on all ranks."""
     kinds = ("replica_assign", "all_reduce", "all_gather", "merge_call", "update")
     return [
         (event["kind"], event.get("var"), event.get("method"), event.get("reduce_op"))
@@ -227,11 +228,11 @@ def _shape_of_calls(record: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 
 def mismatch(view: View, memory: Memory) -> str | None:
-    """Ranks that make different calls are told so, all of them."""
+    """Declare the error of all ranks for calls that differ between ranks."""
     calls = [_shape_of_calls(record) for record in view.present]
     if all(call == calls[0] for call in calls) or not any(view.errors):
         return None
-    # A rank that made fewer calls learns of it at its next one.
+    # A rank that made fewer calls raises this error at its next call.
     for error in view.finals[: view.size]:
         if error is None or "CollectiveError" not in error["classes"]:
             return None
@@ -240,7 +241,7 @@ def mismatch(view: View, memory: Memory) -> str | None:
 
 
 def one_fails(view: View, memory: Memory) -> str | None:
-    """An exception stays on its replica; the others learn of it at their next call."""
+    """Declare an exception of one replica, which others notice at their next call."""
     failed = view.events("raise")
     expected = view.expected_error()
     if expected is None or all(failed) or not any(failed):
@@ -255,12 +256,12 @@ def one_fails(view: View, memory: Memory) -> str | None:
 
 
 def single_process(view: View, memory: Memory) -> str | None:
-    """What only one process that holds all replicas can see or refuse."""
+    """Declare effects that only a single process with all replicas can have."""
     if "single_process" not in view.tags or view.spec["op"] != "run":
         return None
     if raises(view, "CollectiveError"):
         return "single-process"
-    # The results of these calls have rules of their own.
+    # Other rules declare the results of these calls.
     ruled = view.events("reduce", "gather", "all_reduce", "replica_assign")
     refused = view.expected_error() is not None
     return "single-process" if refused and view.complete and not any(ruled) else None

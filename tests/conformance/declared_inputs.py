@@ -1,7 +1,7 @@
-"""Data sets that rightly give other elements than TensorFlow's, or any at all.
+"""Datasets whose elements may differ from TensorFlow's, or which TensorFlow refuses.
 
-Each function looks at a step that differs, and returns the id of the row that declares
-the difference, or None.
+Each function checks a step that differs, and returns the id of the table row that
+declares the difference, or None.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["pipeline_per_replica", "static_tail"]
 
 
 def _one_shape(spec: Mapping[str, Any]) -> bool:
-    """Return whether all elements of a step's data set have one shape."""
+    """Return whether all elements of a step's dataset have one shape."""
     if "per_replica_batch_of" in spec or "ragged_batches" in spec["source"]:
         return False
     batches = [part for part in spec.get("transforms", []) if "batch" in part]
@@ -27,7 +27,7 @@ def _one_shape(spec: Mapping[str, Any]) -> bool:
 
 
 def _has_one_step_more(expected: Any, seen: Any) -> bool:
-    """Return whether a data set has one more step than expected, and is else equal."""
+    """Return whether a dataset has one more step, and is otherwise as expected."""
     steps = expected["elements"]
     if not steps or steps[-1] != "end":
         return False
@@ -39,7 +39,7 @@ def _has_one_step_more(expected: Any, seen: Any) -> bool:
 
 
 def static_tail(view: View, memory: Memory) -> str | None:
-    """The last step is given to the replicas that there are batches for."""
+    """Declare a last step for only those replicas for which there are batches."""
     if view.spec["op"] != "dataset_from_function" or not _one_shape(view.spec):
         return None
     if not view.complete or view.expected_error() is not None:
@@ -53,7 +53,7 @@ def static_tail(view: View, memory: Memory) -> str | None:
 
 
 def pipeline_per_replica(view: View, memory: Memory) -> str | None:
-    """Each replica runs a pipeline of its own, also where it has a worker of its own.
+    """Declare a separate pipeline for each replica, also on several workers.
 
     The model is the plain iteration of the pipeline that the function makes.
     """

@@ -1,4 +1,4 @@
-"""A restart after a notice that rightly differs from TensorFlow's."""
+"""A restart after a preemption notice that may differ from TensorFlow's."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["counted_right"]
 
 
 def _repeats_nothing(expected: dict[str, Any], seen: dict[str, Any]) -> bool:
-    """Return whether a worker goes on where it was left; TensorFlow a step before."""
+    """Return whether a worker continues after its last step; TensorFlow repeats it."""
     begin = expected["total_run_calls_at_start"] + 1
     executed = seen["executed_steps"]
     known = {**expected, "total_run_calls_at_start": begin}
     known["executed_steps"] = [*range(begin, begin + len(executed))]
     if expected["executed_steps"]:
-        # What each step adds, of all workers.
+        # The amount that one step of all workers adds.
         gained = expected["last_value"] - expected["value_at_start"]
         each = gained / len(expected["executed_steps"])
         known["last_value"] = expected["value_at_start"] + each * len(executed)
@@ -27,7 +27,7 @@ def _repeats_nothing(expected: dict[str, Any], seen: dict[str, Any]) -> bool:
 
 
 def counted_right(view: View, memory: Memory) -> str | None:
-    """A step is counted before it is saved, so that a restart repeats none."""
+    """Declare that a step is counted before its save, so a restart repeats none."""
     spec = view.spec
     if spec.get("api") != "save_checkpoint_if_preempted" or not view.number:
         return None

@@ -1,7 +1,7 @@
-"""Results that rightly differ from TensorFlow's: what the rows of the table promise.
+"""Results that may differ from TensorFlow's, by the rows of the table.
 
-Each function looks at a step that differs, and returns the id of the row that declares
-the difference, or None.
+Each function checks a step that differs, and returns the id of the table row that
+declares the difference, or None.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ __all__ = [
 ]
 
 
-# Steps that give a value, which in TensorFlow is at times a variable.
+# Steps with a value that TensorFlow sometimes returns as a variable.
 _VALUES = ("reduce", "reduce_to", "batch_reduce_to", "gather")
-# What TensorFlow's collectives add.
+# Types that TensorFlow's collectives can add.
 _TYPES_OF_COLLECTIVES = {
     *("float16", "bfloat16", "float32", "float64"),
     *("int32", "int64", "complex64", "complex128"),
@@ -61,7 +61,7 @@ _TYPES_OF_COLLECTIVES = {
 
 
 def _wrapped(seen: Any) -> bool:
-    """Return whether every leaf of a result is wrapped, or one that stays bare."""
+    """Return whether every leaf of a result is wrapped, or must stay bare."""
     if not isinstance(seen, dict) or len(seen) != 1:
         return False
     (word, parts), *_ = seen.items()
@@ -73,7 +73,7 @@ def _wrapped(seen: Any) -> bool:
 
 
 def run_result(view: View, memory: Memory) -> str | None:
-    """Equal objects of several replicas are not one object."""
+    """Declare a PerReplica for equal objects of several replicas."""
     if not view.complete or view.expected_error() is not None:
         return None
     same = all(
@@ -104,7 +104,7 @@ def _refused_types(events: Sequence[dict[str, Any]]) -> bool:
 
 
 def more_types(view: View, memory: Memory) -> str | None:
-    """All types of numbers are combined, also several in one call."""
+    """Declare the combination of more types of numbers, and of several in one call."""
     kinds = ("reduce", "all_reduce", "gather", "all_gather")
     rounds = view.events(*kinds)
     if not view.complete or view.expected_error() is None or not rounds[0]:
@@ -129,7 +129,8 @@ def _row_of_contributions(view: View, value: Any) -> str | None:
         stacked = view.per_worker and "tensor" in view.expected_of(0)
         first = not view.per_worker and view.spec["op"] == "gather"
         return "nested-values" if error or stacked or first else None
-    # Several workers of TensorFlow have our rule; one gives the value back, or raises.
+    # With several workers, TensorFlow has this rule, too. A single worker of TensorFlow
+    # returns the value unchanged, or raises.
     plain = any(word in value for word in ("tensor", "py", "indexed_slices"))
     if view.per_worker or not plain:
         return None
@@ -138,7 +139,7 @@ def _row_of_contributions(view: View, value: Any) -> str | None:
 
 
 def contributions(view: View, memory: Memory) -> str | None:
-    """Plain values are contributions, structures are combined leaf by leaf."""
+    """Declare that plain values are contributions, and structures combine by leaves."""
     rounds = view.events("reduce", "gather")
     if not view.complete or not rounds[0]:
         return None
@@ -149,14 +150,14 @@ def contributions(view: View, memory: Memory) -> str | None:
 
 
 def _sums(view: View) -> bool:
-    """Return whether the step sums what the replicas contribute."""
+    """Return whether the step sums the contributions of replicas."""
     reduces = [event["reduce_op"] for event in view.events("all_reduce")[0]]
     held = [fact(view, 0, name).get("aggregation") for name in assigned(view)]
     return SUM in [str(word).upper() for word in reduces] + held
 
 
 def objects(view: View, memory: Memory) -> str | None:
-    """Python numbers and shared objects are contributions like any other."""
+    """Declare that Python numbers and shared objects are contributions, too."""
     rounds = view.events("all_reduce", "replica_assign")
     refused = view.expected_error() is not None
     if not view.complete or not rounds[0] or (view.per_worker and not refused):
@@ -182,7 +183,7 @@ def objects(view: View, memory: Memory) -> str | None:
 
 
 def _numbers(value: Any) -> Any:
-    """Return an observation in which all tensors are of the same type, float32."""
+    """Return an observation with the type of all tensors changed to float32."""
     if isinstance(value, dict):
         same = {"dtype": "float32"} if "tensor" in value else {}
         return {k: _numbers(part) for k, part in value.items()} | same
@@ -190,7 +191,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _only_types_differ(view: View) -> bool:
-    """Return whether every rank saw the numbers that are expected, in other types."""
+    """Return whether every rank saw the expected numbers, but in other types."""
     pairs = [(view.expected_of(rank), view.seen(rank)) for rank in range(view.size)]
     return (
         view.expected_error() is None
@@ -200,7 +201,7 @@ def _only_types_differ(view: View) -> bool:
 
 
 def update_on_read(view: View, memory: Memory) -> str | None:
-    """What an update makes of copies that may differ is a PerReplica."""
+    """Declare a PerReplica as the result of updating copies that may differ."""
     if view.spec["op"] != "update" or not view.complete or view.per_worker:
         return None
     if fact(view, 0, view.spec["var"]).get("class") != "sync_on_read":
@@ -211,7 +212,7 @@ def update_on_read(view: View, memory: Memory) -> str | None:
 
 
 def attributes(view: View, memory: Memory) -> str | None:
-    """Names and shapes are Python's own."""
+    """Declare names and shapes of variables that are plain Python values."""
     if view.spec["op"] != "attr" or not view.complete:
         return None
     seen, name = view.seen(0), view.spec["name"]
@@ -223,7 +224,7 @@ def attributes(view: View, memory: Memory) -> str | None:
 
 
 def _with_component_values(view: View, expected: Any, rank: int) -> Any:
-    """Put the values of copies in the place of the copies."""
+    """Replace the copies of a variable in an expectation by the copies' values."""
     if isinstance(expected, dict):
         if set(expected) == {"variable"} and view.spec["op"] in _VALUES:
             return fact(view, rank, expected["variable"]).get("value")
@@ -243,7 +244,7 @@ def _with_component_values(view: View, expected: Any, rank: int) -> Any:
 
 
 def component_values(view: View, memory: Memory) -> str | None:
-    """What is a copy of a variable in TensorFlow is the copy's value here."""
+    """Declare the value of a copy, instead of the copy that TensorFlow returns."""
     means = [
         event
         for event in view.events("reduce")[0]
@@ -268,7 +269,7 @@ def component_values(view: View, memory: Memory) -> str | None:
 
 
 def container(view: View, memory: Memory) -> str | None:
-    """A component is an array, which knows of no variable."""
+    """Declare that a component is an array, without a reference to its variable."""
     if view.spec["op"] != "value_container" or not view.complete:
         return None
     name = view.spec["var"]
@@ -277,7 +278,7 @@ def container(view: View, memory: Memory) -> str | None:
 
 
 def empty_batch(view: View, memory: Memory) -> str | None:
-    """Nothing to reduce gives nothing."""
+    """Declare the empty result of reducing an empty list."""
     if view.spec["op"] != "batch_reduce_to" or view.spec["pairs"]:
         return None
     if not view.complete:
@@ -286,7 +287,7 @@ def empty_batch(view: View, memory: Memory) -> str | None:
 
 
 def _own_arithmetic(view: View) -> bool:
-    """Return whether all arithmetic was with the own parts of captured PerReplicas."""
+    """Return whether all arithmetic used only this replica's part of PerReplicas."""
     rounds = view.events("arithmetic")
     for events in rounds:
         for event in events:
@@ -300,7 +301,7 @@ def _own_arithmetic(view: View) -> bool:
 
 
 def captured(view: View, memory: Memory) -> str | None:
-    """A PerReplica captured by a replica function stands for the own part."""
+    """Declare that a PerReplica captured by a replica function is its own part."""
     refused = view.expected_error() is not None
     if view.spec["op"] == "run" and view.complete and refused and _own_arithmetic(view):
         returned = [events[-1]["value"] for events in view.events("return")]
@@ -332,7 +333,7 @@ def _skeleton(value: Any) -> Any:
 
 
 def structure(view: View, memory: Memory) -> str | None:
-    """Every replica keeps the structure that its function returned."""
+    """Declare results of replicas that have different structures."""
     if view.spec["op"] != "run" or not view.complete or view.size < 2:
         return None
     returned = [events[-1]["value"] for events in view.events("return") if events]
@@ -344,7 +345,7 @@ def structure(view: View, memory: Memory) -> str | None:
 
 
 def logical_components(view: View, memory: Memory) -> str | None:
-    """Components of logical replicas come back as they were, not as shares."""
+    """Declare that components of logical replicas are restored unchanged."""
     spec, program = view.spec, view.case["program"]
     restored = any(step["op"] == "restore" for step in program[: view.number])
     if spec["op"] != "components" or "ranks" not in view.case or not restored:
@@ -360,7 +361,7 @@ def logical_components(view: View, memory: Memory) -> str | None:
 
 
 def first_of_all(view: View, memory: Memory) -> str | None:
-    """The first replica is replica 0 of all, not of each worker."""
+    """Declare that the first replica is replica 0 of all, not of each worker."""
     names = assigned(view)
     if not (view.per_worker and view.complete and names) or view.expected_error():
         return None
@@ -376,7 +377,7 @@ def first_of_all(view: View, memory: Memory) -> str | None:
 
 
 def initial_cast(view: View, memory: Memory) -> str | None:
-    """An array is cast to the type that the new variable is to have."""
+    """Declare that an initial array is cast to the requested type of its variable."""
     spec, const = view.spec, view.spec.get("init")
     if spec["op"] != "variable" or not isinstance(const, dict) or "const" not in const:
         return None

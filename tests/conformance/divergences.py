@@ -1,7 +1,7 @@
-"""The declared differences: rows of ``docs/divergences.md``, as code.
+"""The declared differences: the rows of ``docs/divergences.md``, as code.
 
-Each rule belongs to a row of that table. It looks at what the program does (never at
-which case it is) and checks that the result is the one which the row promises.
+Each rule belongs to a row of this table. A rule checks the steps of a program, never
+the id of the case, and checks that the result is the one that the row documents.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ TABLE = Path(__file__).resolve().parents[2] / "docs" / "divergences.md"
 
 
 def documented_rows(path: Path = TABLE) -> set[str]:
-    """Return the ids of the documented rows."""
+    """Return the ids of the rows in the documentation."""
     text = path.read_text(encoding="utf-8")
     return set(re.findall(r"^\| `([a-z0-9-]+)` \|", text, flags=re.MULTILINE))
 
 
 Explain = Callable[[View, Memory], str | None]
 
-# Asked in this order, of a step that differs from TensorFlow's; the first row counts.
+# The rules are tried in this order for a step that differs; the first match counts.
 EXPLAIN: Sequence[Explain] = (
     explain_state,
     explain_assignment,
@@ -122,7 +122,7 @@ ROWS = {
 
 
 def check_rows() -> None:
-    """Raise unless every row that the code knows is documented."""
+    """Raise an error unless every row in the code is documented."""
     missing = ROWS - documented_rows()
     if missing:
         raise LookupError(

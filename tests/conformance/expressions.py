@@ -21,9 +21,9 @@ __all__ = ["as_tensor", "constant", "evaluate", "indexed_slices", "lookup"]
 
 
 def constant(value: Any, dtype: str | None = None) -> np.ndarray[Any, Any]:
-    """Return a new array; numbers are float32 unless ``dtype`` says otherwise.
+    """Return a new array; numbers are float32 unless ``dtype`` is given.
 
-    Floats do not fit integers, as in TensorFlow.
+    A float for an integer type is an error, as in TensorFlow.
     """
     array = np.array(value, dtype_of(dtype or "float32"))
     if array.size and array.dtype.kind in "iu" and np.asarray(value).dtype.kind == "f":
@@ -32,7 +32,7 @@ def constant(value: Any, dtype: str | None = None) -> np.ndarray[Any, Any]:
 
 
 def as_tensor(value: Any) -> Any:
-    """Convert to an array with TensorFlow's types for Python numbers."""
+    """Convert a value to an array, with TensorFlow's types for Python numbers."""
     if isinstance(value, bool | int | float):
         kinds = {bool: np.bool_, int: np.int32, float: np.float32}
         return np.asarray(value, kinds[type(value)])
@@ -50,7 +50,7 @@ def as_tensor(value: Any) -> Any:
 
 
 def indexed_slices(spec: dict[str, Any]) -> Any:
-    """Return the sparse rows of a literal."""
+    """Return the IndexedSlices of a literal."""
     return hs.IndexedSlices(
         constant(spec["values"], spec.get("dtype")),
         np.array(spec["indices"], np.int64),
@@ -59,7 +59,7 @@ def indexed_slices(spec: dict[str, Any]) -> Any:
 
 
 def lookup(session: Session, frame: Frame, name: str) -> Any:
-    """Return what an earlier step or instruction saved under ``name``."""
+    """Return the value that an earlier step or instruction saved under ``name``."""
     if name in frame.names:
         return frame.names[name]
     if name in session.names:
@@ -68,7 +68,7 @@ def lookup(session: Session, frame: Frame, name: str) -> Any:
 
 
 def _dtype(value: Any) -> np.dtype[Any] | None:
-    """Return the type of a tensor, variable or Mirrored; None for anything else."""
+    """Return the type of a tensor, variable or Mirrored; None for other values."""
     if isinstance(value, hs.Mirrored) and not isinstance(value, hs.Variable):
         value = own_component(value)
     typed = isinstance(value, np.ndarray | np.generic | hs.Variable)
@@ -76,20 +76,20 @@ def _dtype(value: Any) -> np.dtype[Any] | None:
 
 
 def check_dtypes(left: Any, right: Any) -> None:
-    """Refuse what TensorFlow refuses: arithmetic on tensors of two types."""
+    """Raise, like TensorFlow, for arithmetic on tensors of two types."""
     types = [_dtype(left), _dtype(right)]
     if None not in types and types[0] != types[1]:
         raise InvalidArgumentError(f"types {types[0]} and {types[1]}")
 
 
 def arithmetic(op: str, left: Any, right: Any) -> Any:
-    """Add or multiply two values."""
+    """Return the sum or the product of two values."""
     check_dtypes(left, right)
     return left + right if op == "add" else left * right
 
 
 def item(value: Any, key: Any) -> Any:
-    """Index a value."""
+    """Return an item of a value."""
     return value[key]
 
 
@@ -103,7 +103,7 @@ def _per_replica(session: Session, frame: Frame, make: Callable[[int], Any]) -> 
 
 
 def _mirrored(session: Session, frame: Frame, value: Any) -> Any:
-    """Return a Mirrored of equal arrays; in a replica, this replica's array."""
+    """Return a Mirrored of equal arrays; in a replica, return this replica's array."""
     array = value if isinstance(value, np.ndarray) else constant(value)
     if frame.mode == "replica":
         return array
@@ -206,7 +206,7 @@ _EVALUATORS: dict[str, _Evaluator] = {
 
 
 def evaluate(session: Session, frame: Frame, expr: Any) -> Any:
-    """Return the value of an expression; a bare JSON value stands for itself."""
+    """Return the value of an expression; a plain JSON value is its own value."""
     if not isinstance(expr, dict):
         return expr
     for word, evaluator in _EVALUATORS.items():

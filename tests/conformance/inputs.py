@@ -1,4 +1,4 @@
-"""The steps of programs about distributed data sets."""
+"""The steps of programs that use distributed datasets."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.conformance.session import Frame, NotBuiltError, Session, VocabularyE
 
 __all__ = ["INPUT_STEPS", "PLAIN_INPUT_STEPS", "function_pipeline", "plain_element"]
 
-# A program without `pull` on an endless data set would never end.
+# A program without `pull` on an infinite dataset would never end.
 _MOST_STEPS = 10_000
 
 
 def _pipeline(step: dict[str, Any]) -> Pipeline:
-    """Return the data set that the step describes."""
+    """Return the dataset that the step describes."""
     return Pipeline(step["source"], step.get("transforms", []), step.get("autoshard"))
 
 
@@ -30,7 +30,7 @@ def _options(step: dict[str, Any]) -> Any:
 
 
 def _distribute(session: Session, pipeline: Pipeline, options: Any) -> Any:
-    """Hand a pipeline to the strategy: the one place that knows how."""
+    """Distribute a pipeline with the strategy."""
     return session.strategy.experimental_distribute_dataset(pipeline, options)
 
 
@@ -39,7 +39,7 @@ def _distributed(session: Session, step: dict[str, Any]) -> Any:
 
 
 def plain_element(value: Any) -> Any:
-    """Write this replica's part of an element down; dicts stay dicts."""
+    """Return this replica's part of an element in JSON form; dicts stay dicts."""
     if isinstance(value, dict):
         return {key: plain_element(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -48,14 +48,14 @@ def plain_element(value: Any) -> Any:
 
 
 def _element(session: Session, element: Any) -> list[Any]:
-    """Return the observation of one step of a data set."""
+    """Return the observation of one element of a dataset."""
     return [
         own(plain_element(part)) for part in session.strategy.replicas.parts(element)
     ]
 
 
 def _pull(session: Session, iterator: Iterator[Any], pull: int | None) -> list[Any]:
-    """Call next up to ``pull`` times, until the end if that is None."""
+    """Call next up to ``pull`` times; if ``pull`` is None, call it until the end."""
     seen: list[Any] = []
     while pull is None or len(seen) < pull:
         if len(seen) > _MOST_STEPS:
@@ -77,7 +77,7 @@ def _op_dataset(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
 def function_pipeline(
     step: dict[str, Any], num_pipelines: int, pipeline_id: int, num_replicas: int
 ) -> tuple[Pipeline, dict[str, int]]:
-    """Return the data set that an input function makes, and what it saw."""
+    """Return the dataset that an input function makes, and the context it saw."""
     context = hs.InputContext(num_pipelines, pipeline_id, num_replicas)
     seen = {
         "num_input_pipelines": num_pipelines,

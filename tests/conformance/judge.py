@@ -14,7 +14,7 @@ from tests.conformance.views import View, expected_end, views_of
 
 __all__ = ["Verdict", "judge", "missing_part"]
 
-# Parts of hpcstrat that whole groups of programs need and that are not there.
+# The strategies of programs that hpcstrat can run.
 _STRATEGIES = (
     *("mirrored", "multi_worker", "one_device", "default", "preemption"),
     *("parameter_server", "central_storage"),
@@ -23,7 +23,7 @@ _STRATEGIES = (
 
 @dataclass
 class Verdict:
-    """What to say about a case."""
+    """The verdict on a case, with details and the declared rows."""
 
     status: str  # passed | failed | declared | not built
     detail: str = ""
@@ -31,7 +31,7 @@ class Verdict:
 
 
 def missing_part(case: dict[str, Any]) -> str | None:
-    """Return the missing part without which a case cannot start, or None."""
+    """Return the strategy that a case needs and hpcstrat lacks, or None."""
     kind = case["strategy"]
     if kind in _STRATEGIES:
         return None
@@ -39,7 +39,7 @@ def missing_part(case: dict[str, Any]) -> str | None:
 
 
 def _unsettled(view: View, memory: Memory) -> tuple[str | None, str | None]:
-    """Return how a step differs from TensorFlow's, and the row that declares it."""
+    """Return a step's difference from TensorFlow's, and the row that declares it."""
     mismatch = view.mismatch()
     if mismatch is None or "interpreter failed" in mismatch:
         return mismatch, None
@@ -53,8 +53,8 @@ def _unsettled(view: View, memory: Memory) -> tuple[str | None, str | None]:
 def _verdict_on_rest(views: Sequence[View], memory: Memory, rows: list[str]) -> Verdict:
     """Return the verdict after the last step that TensorFlow executed.
 
-    Where hpcstrat goes on, because it can save what TensorFlow cannot, the rest must be
-    as documented.
+    hpcstrat may continue, because it can save variables that TensorFlow cannot save;
+    the remaining steps must then be as documented.
     """
     if "checkpoint-none" in rows:
         for view in views:
@@ -66,7 +66,7 @@ def _verdict_on_rest(views: Sequence[View], memory: Memory, rows: list[str]) -> 
 
 
 def _judge_steps(views: Sequence[View], case: dict[str, Any]) -> Verdict:
-    """Compare step by step; stop at the first that nothing declares."""
+    """Compare step by step; stop at the first difference that no row declares."""
     memory = Memory()
     rows: list[str] = []
     for view in views:
@@ -76,12 +76,12 @@ def _judge_steps(views: Sequence[View], case: dict[str, Any]) -> Verdict:
             return Verdict("failed", text)
         if row is not None and row not in rows:
             rows.append(row)
-        # What follows an error is unspecified, here as there.
+        # The results after an error are unspecified in TensorFlow and hpcstrat.
         for taint in TAINT:
             memory.tainted.update(taint(view, memory) if view.complete else {})
         ended = any(view.errors) or len(view.present) < view.size
         ended = ended or expected_end(case, view.number)
-        # Programs of a coordinator may say that they go on.
+        # Programs of a coordinator may ask to continue after an error.
         if ended and not view.spec.get("continue_after_error"):
             return _verdict_on_rest(views[view.number + 1 :], memory, rows)
     last = len(views)
@@ -91,7 +91,7 @@ def _judge_steps(views: Sequence[View], case: dict[str, Any]) -> Verdict:
 
 
 def _still_expected(case: dict[str, Any], number: int) -> bool:
-    """Return whether TensorFlow executed a step that nobody here did."""
+    """Return whether TensorFlow executed a step that no rank executed."""
     workers = case.get("expected_per_worker") or [case.get("expected")]
     return any(worker is not None and number < len(worker) for worker in workers)
 

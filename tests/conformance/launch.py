@@ -1,4 +1,4 @@
-"""Starts the replay jobs: one job for each number of ranks, and what goes wrong."""
+"""Start the replay jobs, one for each number of ranks, and report their failures."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from typing import Any
 __all__ = ["Outcome", "num_ranks", "replay", "run_job"]
 
 ROOT = Path(__file__).resolve().parents[2]
-# How long the other ranks may go on after the first one has ended a case.
+# Seconds that other ranks may still run after the first rank has ended a case.
 _STRAGGLER_SECONDS = 8.0
 _POLL_SECONDS = 0.03
-# What a launcher around this process leaves behind would confuse the one started here.
+# Variables of a launcher around this process, which would confuse a new launcher.
 _LAUNCHER_VARIABLES = (
     "HYDI_",
     "MPI_LOCAL",
@@ -35,14 +35,14 @@ _LAUNCHER_VARIABLES = (
 
 @dataclass
 class Outcome:
-    """What became of one case: each rank's record, or why there is none."""
+    """The outcome of one case: each rank's record, or the reason why there is none."""
 
     records: list[dict[str, Any]] = field(default_factory=list)
     failure: str | None = None
 
 
 def num_ranks(case: dict[str, Any]) -> int:
-    """Return how many ranks a case takes: a replica each, or at most ``ranks``."""
+    """Return the number of ranks of a case: one per replica, but at most ``ranks``."""
     sizes: list[int] = [case["replicas"]]
 
     def visit(steps: Sequence[dict[str, Any]]) -> None:
@@ -58,8 +58,8 @@ def num_ranks(case: dict[str, Any]) -> int:
 def _launcher() -> list[str]:
     """Return the command that starts ranks, with its fixed options.
 
-    The one of the running interpreter's environment comes first: mpi4py is bound to
-    that MPI library.
+    The launcher in the environment of the running interpreter has priority, because
+    mpi4py is bound to the MPI library of this environment.
     """
     own = Path(sys.executable).parent
     found = [str(own / name) for name in ("mpirun", "mpiexec")]
@@ -82,7 +82,7 @@ def _launcher() -> list[str]:
 
 
 class _Tail:
-    """Reads the events of one rank as they come."""
+    """A reader of one rank's events, while the rank writes them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -95,7 +95,7 @@ class _Tail:
         self.ended: dict[int, tuple[float, dict[str, Any]]] = {}
 
     def poll(self) -> None:
-        """Read what is new."""
+        """Read the new events."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -130,7 +130,7 @@ class _Job:
         self.size = size
 
     def run(self, limit_seconds: float) -> dict[int, Outcome]:
-        """Run until all is done or one case ends the job; return what is known."""
+        """Run until all cases are done, or one ends the job; return the outcomes."""
         with tempfile.TemporaryDirectory(prefix="conformance-") as name:
             directory = Path(name)
             self._write_job(directory)
@@ -168,7 +168,7 @@ class _Job:
         job = {
             "directory": str(directory),
             "order": self.order,
-            # JSON has no integer keys: the cases go as a list with gaps.
+            # JSON has no integer keys, so the cases are a list with gaps.
             "cases": [
                 case if index in wanted else None
                 for index, case in enumerate(self.cases)
@@ -179,7 +179,7 @@ class _Job:
     def _watch(
         self, process: subprocess.Popen[bytes], limit_seconds: float
     ) -> str | None:
-        """Wait for the job's end; return why it must be ended before, if so."""
+        """Wait for the job's end; return a reason to end the job before, or None."""
         while process.poll() is None:
             time.sleep(_POLL_SECONDS)
             for tail in self._tails:
@@ -190,7 +190,7 @@ class _Job:
         return None
 
     def _overdue(self, limit_seconds: float) -> str | None:
-        """Return which case hangs, or None."""
+        """Return a text about the case that hangs, or None."""
         now = time.monotonic()
         for rank, tail in enumerate(self._tails):
             index = tail.current
@@ -205,7 +205,7 @@ class _Job:
         return None
 
     def _stacks(self, directory: Path) -> str:
-        """Ask the ranks that hang where they are."""
+        """Make ranks that hang write their stacks; return these stacks."""
         for tail in self._tails:
             if tail.pid is not None and tail.current is not None:
                 _signal(tail.pid, signal.SIGUSR1)
@@ -219,7 +219,7 @@ class _Job:
         return text
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """End the launcher and its ranks, by their numbers."""
+        """End the launcher and its ranks, by their process numbers."""
         if process.poll() is not None:
             return
         process.terminate()
@@ -236,7 +236,7 @@ class _Job:
     def _collect(
         self, why: str | None, returncode: int, said: str
     ) -> dict[int, Outcome]:
-        """Return the outcomes of the finished cases and of the one that failed."""
+        """Return the outcomes of the finished cases, and of the case that failed."""
         outcomes: dict[int, Outcome] = {}
         for index in self.order:
             if all(index in tail.ended for tail in self._tails):
@@ -248,14 +248,14 @@ class _Job:
             outcomes[index] = Outcome(known, failure)
             begun = any(tail.current == index for tail in self._tails)
             if not begun and not any(index in tail.ended for tail in self._tails):
-                # The job broke between two cases: this one shall not be blamed twice.
+                # The job broke between two cases, so this case has not started.
                 outcomes[index].failure = f"not started: {failure}"
             break
         return outcomes
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """Return the environment of a job whose files lie in a folder."""
+    """Return the environment of a job whose files are in a folder."""
     env = {
         key: value
         for key, value in os.environ.items()
@@ -265,7 +265,7 @@ def _environment(folder: str) -> dict[str, str]:
     env["PYTHONPATH"] = os.pathsep.join(paths)
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         env[name] = "1"
-    # A killed mpirun leaves files that stop a later one of its number.
+    # A killed mpirun leaves files that stop a later mpirun with the same number.
     env["PRTE_MCA_prte_tmpdir_base"] = folder
     return env
 
@@ -273,9 +273,10 @@ def _environment(folder: str) -> dict[str, str]:
 def run_job(
     size: int, *words: str, folder: str, limit_seconds: float, survives: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m WORDS`` on so many ranks; ``TimeoutExpired`` after the limit.
+    """Run ``python -m WORDS`` on ``size`` ranks; ``TimeoutExpired`` after the limit.
 
-    ``folder`` is temporary. The ranks go on where one dies, if the job ``survives``.
+    ``folder`` is temporary. If the job ``survives``, the ranks continue when a rank
+    dies.
     """
     command = [*_launcher(), *(["--with-ft", "ulfm"] if survives else [])]
     return subprocess.run(
@@ -291,7 +292,7 @@ def run_job(
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
-    """Send a signal to a process that may be gone."""
+    """Send a signal to a process that may have ended."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
@@ -301,7 +302,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 def replay(
     cases: Sequence[dict[str, Any]], indices: Sequence[int], limit_seconds: float
 ) -> dict[int, Outcome]:
-    """Replay the cases of these indices; return the outcome of each."""
+    """Replay the cases with these indices; return the outcome of each case."""
     outcomes: dict[int, Outcome] = {}
     by_size: dict[int, list[int]] = {}
     for index in indices:

@@ -1,7 +1,7 @@
 """A model of hpcstrat's own rules, computed with NumPy from each rank's parts.
 
-The declared differences are checked against this model: a result that differs from
-TensorFlow's counts as declared only if it is the one that the rule promises.
+Declared differences are checked against this model: a result that differs from
+TensorFlow's counts as declared only if it is the result of the rule.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Array = np.ndarray[Any, Any]
 
 
 def array_of(value: Any) -> Array | None:
-    """Return the array that an observation stands for, or None.
+    """Return the array of an observation, or None.
 
     Python numbers get the types that TensorFlow gives them.
     """
@@ -56,7 +56,7 @@ def flat_leaves(value: Any) -> list[Any]:
 
 
 def has_word(value: Any, word: str) -> bool:
-    """Return whether an observation contains a part of that kind."""
+    """Return whether an observation contains a part of the kind ``word``."""
     if isinstance(value, dict):
         return word in value or any(has_word(part, word) for part in value.values())
     if isinstance(value, list):
@@ -110,7 +110,7 @@ def shares(total: Array, num_replicas: int) -> list[Array]:
 
 
 def logical_value(facts: Sequence[Mapping[str, Any]], name: str) -> Array | None:
-    """Return the value of a variable that all ranks together hold."""
+    """Return the value of a variable over all ranks, or None."""
     parts = [array_of(fact[name]["value"]) for fact in facts]
     arrays = [part for part in parts if part is not None]
     kind, how = facts[0][name]["class"], facts[0][name]["aggregation"]

@@ -1,4 +1,4 @@
-"""Values written down: one JSON form for results and expectations."""
+"""Values of programs in JSON form, for results and expectations."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = [
     "own_component",
 ]
 
-# Marks this rank's entry of a list that has one entry for each replica. Joining the
+# The mark of this rank's entry in a list with one entry for each replica. Joining the
 # ranks puts the entries together in rank order.
 OWN = "@own"
-# Marks a list of which each rank may know a part.
+# The mark of a list of which each rank may know only a part.
 UNION = "@union"
 
 
@@ -41,7 +41,7 @@ def own(value: Any) -> dict[str, Any]:
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """Return the NumPy type of that name, the half types of ML included."""
+    """Return the NumPy type of a name, including the half types of ml_dtypes."""
     try:
         return np.dtype(name)
     except TypeError:
@@ -52,7 +52,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 def encode_tensor(value: Any) -> dict[str, Any]:
-    """Write an array down."""
+    """Return an array in JSON form."""
     array = np.asarray(value)
     return {
         "tensor": array.tolist(),
@@ -62,14 +62,14 @@ def encode_tensor(value: Any) -> dict[str, Any]:
 
 
 def own_component(value: Any) -> Any:
-    """Return the part of the replica that runs, or of this rank's first replica."""
+    """Return the component of the running replica, or of this rank's first replica."""
     entry = current()
     index = 0 if entry is None or entry.index is None else entry.index
     return value.values[index]
 
 
 def _encode_container(value: Any, names: Mapping[int, str]) -> dict[str, Any]:
-    """Write a list, tuple or mapping down."""
+    """Return a list, tuple or mapping in JSON form."""
     if isinstance(value, Mapping):
         return {"dict": {str(k): encode(v, names) for k, v in value.items()}}
     kind = "tuple" if isinstance(value, tuple) else "list"
@@ -77,7 +77,7 @@ def _encode_container(value: Any, names: Mapping[int, str]) -> dict[str, Any]:
 
 
 def encode(value: Any, names: Mapping[int, str]) -> Any:
-    """Write any value of a program down.
+    """Return any value of a program in JSON form.
 
     ``names`` maps the ``id`` of a variable object to its name in the program.
     """

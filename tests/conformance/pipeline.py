@@ -1,10 +1,9 @@
 """A small stand-in for tf.data: sources and transforms, iterated lazily.
 
-This is test code: it offers hpcstrat what any user's iterable of global batches could
-offer. Besides ``__iter__`` these attributes tell more: ``batch_size`` (the declared
-global batch size, None if unknown), ``drop_remainder`` (whether all elements have
-one shape), ``auto_shard_policy``, ``files`` (None, or one entry for each file) and
-``shard_files(num_shards, index)``.
+This test class has the attributes that any user's iterable of global batches may have,
+besides ``__iter__``: ``batch_size`` (the declared global batch size, None if unknown),
+``drop_remainder`` (whether all elements have one shape), ``auto_shard_policy``,
+``files`` (None, or one entry for each file) and ``shard_files(num_shards, index)``.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Stage = Callable[[], Iterator[Any]]
 
 
 def _combine(function: Callable[..., Any], elements: list[Any]) -> Any:
-    """Apply ``function`` to the arrays of elements, column by column for dicts."""
+    """Apply ``function`` to the arrays of elements, by columns if they are dicts."""
     if isinstance(elements[0], dict):
         return {
             key: function([element[key] for element in elements]) for key in elements[0]
@@ -32,7 +31,7 @@ def _combine(function: Callable[..., Any], elements: list[Any]) -> Any:
 
 
 def _source(spec: dict[str, Any]) -> Stage:
-    """Return the factory of a source's iterators."""
+    """Return a function that makes iterators of a source."""
     if "range" in spec:
         count = spec["range"]
         bounds = count if isinstance(count, list) else [count]
@@ -52,7 +51,7 @@ def _source(spec: dict[str, Any]) -> Stage:
 
 
 def _batch(upstream: Stage, size: int, *, drop_remainder: bool) -> Stage:
-    """Return the stage that stacks ``size`` elements into one."""
+    """Return a stage that stacks ``size`` elements into one."""
 
     def iterate() -> Iterator[Any]:
         elements = upstream()
@@ -64,7 +63,7 @@ def _batch(upstream: Stage, size: int, *, drop_remainder: bool) -> Stage:
 
 
 def _repeat(upstream: Stage, times: int) -> Stage:
-    """Return the stage that starts again; a negative number is for ever."""
+    """Return a stage that repeats its input; a negative number repeats without end."""
 
     def iterate() -> Iterator[Any]:
         rounds = itertools.count() if times < 0 else range(times)
@@ -73,7 +72,7 @@ def _repeat(upstream: Stage, times: int) -> Stage:
             for element in upstream():
                 empty = False
                 yield element
-            # A source without elements would spin for ever.
+            # Without this check, a source without elements would loop without end.
             if empty:
                 return
 
@@ -81,7 +80,7 @@ def _repeat(upstream: Stage, times: int) -> Stage:
 
 
 def _map_mul(upstream: Stage, factor: float) -> Stage:
-    """Return the stage that multiplies every array."""
+    """Return a stage that multiplies every array."""
 
     def multiply(arrays: list[Any]) -> Any:
         array = arrays[0]
@@ -91,7 +90,7 @@ def _map_mul(upstream: Stage, factor: float) -> Stage:
 
 
 def _transform(upstream: Stage, spec: dict[str, Any]) -> Stage:
-    """Return the stage after one transform."""
+    """Return the stage of one transform."""
     if "batch" in spec:
         drop = bool(spec.get("drop_remainder", False))
         return _batch(upstream, spec["batch"], drop_remainder=drop)
@@ -132,11 +131,11 @@ class Pipeline:
         sized = [spec for spec in self._transforms if {"batch", "map_mul"} & set(spec)]
         self.batch_size: int | None = None
         if batches:
-            # Of what a map makes of batches of several sizes TensorFlow knows no size.
+            # TensorFlow knows no batch size after a map of batches with several sizes.
             known = "batch" in sized[-1] or batches[-1].get("drop_remainder")
             self.batch_size = batches[-1]["batch"] if known else None
         elif "elements" in source:
-            # All have one shape.
+            # All elements have one shape.
             first = np.array(source["elements"][:1], np.float32)
             self.batch_size = first.shape[1] if first.ndim > 1 else None
         self.drop_remainder = (
@@ -146,12 +145,12 @@ class Pipeline:
         )
 
     def shard_files(self, num_shards: int, index: int) -> Pipeline:
-        """Return the pipeline over every ``num_shards``-th file from ``index`` on."""
+        """Return the pipeline over every ``num_shards``-th file, from ``index`` on."""
         if self.files is None:
             raise ValueError("expected a source of files to divide, found none")
         source = {"files": self.files[index::num_shards]}
         return Pipeline(source, self._transforms, self._policy_name)
 
     def __iter__(self) -> Iterator[Any]:
-        """Start a new pass."""
+        """Start a new iteration."""
         return self._stage()

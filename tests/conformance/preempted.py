@@ -1,6 +1,6 @@
-"""A training job that gets a notice: one rank of it, and the start of all of them.
+"""A training job that gets a preemption notice: its rank program, and its launch.
 
-Each step of such a program is a job of its own, since it ends by itself.
+Each step of such a program is a separate job, because the job ends by itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WATCHED_SECONDS = 2.0
 
 
 def replay_jobs(case: dict[str, Any], limit_seconds: float) -> Outcome:
-    """Start the jobs of a program one after the other; they share a folder."""
+    """Run the jobs of a program one after the other; they share a folder."""
     steps: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="conformance-") as name:
         for number, step in enumerate(case["program"]):
@@ -50,7 +50,7 @@ def replay_jobs(case: dict[str, Any], limit_seconds: float) -> Outcome:
 
 
 class _Training:
-    """One rank of a job, as its step describes it."""
+    """One rank of a job, with the options of its step."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self.job, self.noticed = job, False
@@ -73,17 +73,17 @@ class _Training:
         self.value_at_start = float(self.v.numpy())
 
     def exit(self) -> None:
-        """Leave with a status, or come back."""
+        """Exit with a status, or return."""
         self.exits += 1
         if self.job["exit_fn"] == "exit_7":
             sys.exit(7)
 
     def save(self) -> None:
-        """Save nothing."""
+        """Count the call, and save nothing."""
         self.saves += 1
 
     def notice(self) -> None:
-        """Send the notice to this rank."""
+        """Send the preemption notice to this rank."""
         if self.job.get("watcher"):
             self.noticed = True
             time.sleep(_WATCHED_SECONDS)
@@ -91,12 +91,12 @@ class _Training:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def step(self, number: int) -> None:
-        """Make one step."""
+        """Make one training step."""
         self.strategy.run(lambda: self.v.assign_add(1.0))
         self.executed.append(number)
 
     def train(self) -> None:
-        """Make the steps that are left."""
+        """Make the remaining training steps."""
         wanted = self.job.get("notice") or {"worker": -1, "before_step": -1}
         for number in range(self.handler.total_run_calls, self.job["steps"]):
             if (self.rank, number) == (wanted["worker"], wanted["before_step"]):
@@ -108,7 +108,7 @@ class _Training:
                 self.handler.run(self.step, number)
 
     def observed(self, code: int, *, finished: bool) -> dict[str, Any]:
-        """Return what became of it."""
+        """Return the observations of this rank's job."""
         return {
             "exit_code": code,
             "total_run_calls_at_start": self.calls_at_start,
@@ -122,7 +122,7 @@ class _Training:
 
 
 def main() -> None:
-    """Train as the argument says, and write what became of it."""
+    """Train with the options in the argument, and write the observations."""
     job = json.loads(sys.argv[1])
     training = _Training(job)
     path = Path(job["told"], f"{training.rank}.json")

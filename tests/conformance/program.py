@@ -20,7 +20,7 @@ __all__ = ["run_program"]
 
 _STEPS = {**STEPS, **INPUT_STEPS, **CHECKPOINT_STEPS}
 _PLAIN = PLAIN_STEPS | PLAIN_INPUT_STEPS
-# Steps that concern the ranks outside of the current strategy too.
+# Steps that also involve ranks outside of the current strategy.
 _FOR_ALL = {"new_strategy", "other_strategy"}
 
 
@@ -35,11 +35,11 @@ def _run_nested(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
 
 
 def _execute(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
-    """Execute a step where it says."""
+    """Execute a step in the scope that the step names."""
     function = _STEPS.get(step["op"])
     if function is None:
         raise VocabularyError(f"unknown step {step}")
-    # Inside of a function a step runs in the context that is there.
+    # Inside of a function, a step runs in the function's context.
     place = step.get("where", "outside" if frame.nested else "scope")
     if step["op"] in _FOR_ALL:
         return function(session, frame, step)
@@ -48,7 +48,7 @@ def _execute(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
 
 
 def _run_step(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
-    """Execute a step of the top level; return what is observed of it."""
+    """Execute a step of the top level; return its observation."""
     value = _execute(session, frame, step)
     observation: Any = None
     if isinstance(value, Shown):
@@ -64,10 +64,10 @@ def _run_step(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
 
 
 def _not_built(error: BaseException) -> str | None:
-    """Return the missing part that an exception names."""
+    """Return the missing part of hpcstrat that an exception names, or None."""
     if isinstance(error, NotBuiltError):
         return str(error)
-    # A replica may see the failure of another one only as its cause's message.
+    # A replica may see another replica's failure only as text in an error.
     if "not built" in str(error):
         return str(error)
     if isinstance(error, AttributeError) and "module 'hpcstrat" in str(error):
@@ -78,7 +78,7 @@ def _not_built(error: BaseException) -> str | None:
 def _run_recorded(
     session: Session, frame: Frame, step: dict[str, Any], record: dict[str, Any]
 ) -> bool:
-    """Execute a step into its record; return whether the program goes on."""
+    """Execute a step, and record it; return whether the program continues."""
     session.events = []
     record.update(before=session.facts(), events=session.events)
     try:
@@ -98,10 +98,11 @@ def _run_recorded(
 
 
 def _still_together(session: Session, going_on: bool, result: dict[str, Any]) -> bool:
-    """Agree, before the strategy changes, whether all ranks' programs go on.
+    """Return whether all ranks' programs continue; called before the strategy changes.
 
-    Some ranks are in the old strategy only, some in the new one only: without this,
-    one would wait for the other. The barrier lets replicas learn of another's failure.
+    Some ranks are only in the old strategy, and some only in the new one, so without
+    this call one could wait for the other. The barrier notifies replicas of another
+    replica's failure.
     """
     if going_on and session.active:
         try:
@@ -115,7 +116,7 @@ def _still_together(session: Session, going_on: bool, result: dict[str, Any]) ->
 def run_program(session: Session, announce: Callable[[int], None]) -> dict[str, Any]:
     """Execute the session's program; return a record of each step.
 
-    ``announce`` is told the number of the step that begins.
+    ``announce`` gets the number of each step when the step begins.
     """
     session.run_step = lambda frame, step: _run_nested(session, frame, step)
     frame = Frame()

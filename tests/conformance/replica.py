@@ -34,7 +34,7 @@ _ASSIGNS = ("assign", "assign_add", "assign_sub")
 
 
 def context_of(session: Session) -> dict[str, Any]:
-    """Return what can be seen of the current context."""
+    """Return the visible properties of the current context."""
     strategy = hs.get_strategy()
     current = hs.get_replica_context()
     kind = "none"
@@ -53,13 +53,13 @@ def context_of(session: Session) -> dict[str, Any]:
 
 
 def raise_error(name: str) -> None:
-    """Raise the error that the program asks for."""
+    """Raise the error that the program names."""
     error = getattr(builtins, name, InvalidArgumentError)
     raise error(f"the program raises {name} here")
 
 
 def values_of(session: Session, frame: Frame, exprs: Any) -> Any:
-    """Evaluate a list of arguments; any other expression stands for itself."""
+    """Evaluate a list of arguments; evaluate any other expression as one value."""
     if exprs is None:
         return ()
     if isinstance(exprs, list):
@@ -225,12 +225,13 @@ def op_update(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
         for do in step["fn"]:
             result = _run_update(session, component, do, inner)
             if "as" in do:
-                # Names of update functions are global, one entry for each component.
+                # Names in update functions are global, with one entry for each
+                # component.
                 session.names[do["as"]] = result
                 count = len(session.strategy.local_replicas)
                 found = [own(session.encode(result))]
                 if variable_kind(variable) == "mirrored":
-                    # One call serves all replicas of a rank.
+                    # One call updates the components of all replicas of a rank.
                     found *= count
                 elif count > 1 and own_index():
                     found = [*session.recalls[do["as"]]["list"], *found]
@@ -242,7 +243,7 @@ def op_update(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
         mode=frame.mode,
         var=step["var"],
         target=variable_kind(variable),
-        # What is no tuple is refused by the call itself.
+        # The call itself refuses arguments that are not a tuple.
         args=[session.encode(arg) for arg in (args, *kwargs.values())],
     )
     return session.strategy.extended.update(

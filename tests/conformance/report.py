@@ -1,4 +1,4 @@
-"""The table, the list of what is not as expected, and the machine-readable report."""
+"""The printed table, the list of failures, and the report in JSON."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Result = tuple[dict[str, Any], Verdict]
 
 
 def summary(results: Sequence[Result]) -> str:
-    """Return the last line."""
+    """Return the last line of the report."""
     counts = Counter(verdict.status for _, verdict in results)
     return ", ".join(f"{counts[status]} {status}" for status in STATUSES)
 
 
 def _table(results: Sequence[Result]) -> Table:
-    """Return the counts by topic."""
+    """Return a table of counts by topic."""
     table = Table()
     table.add_column("topic")
     for status in STATUSES:
@@ -42,7 +42,7 @@ def _table(results: Sequence[Result]) -> Table:
 
 
 def print_report(results: Sequence[Result]) -> None:
-    """Print the table, the failures and what was declared or is not built."""
+    """Print the table, the failures, and the declared and missing parts."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
     for case, verdict in results:
         if verdict.status == "failed":

@@ -1,4 +1,4 @@
-"""Helpers of the declared differences, over one step of a case."""
+"""Helpers for rules of declared differences, over one step of a case."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ SUM, NONE, FIRST = "SUM", "NONE", "ONLY_FIRST_REPLICA"
 
 @dataclass
 class Memory:
-    """What earlier steps of a case have left behind."""
+    """State of a case that earlier steps leave for later steps."""
 
-    # Variables whose state rightly differs from TensorFlow's, and the row that says so.
+    # Variables whose state may differ from TensorFlow's, with the row that says this.
     tainted: dict[str, str] = field(default_factory=dict)
-    # Values of the checkpoint by name, and the rows that make them differ.
+    # Values in the checkpoint by name, with the rows that declare their differences.
     saved: dict[str, Any] = field(default_factory=dict)
     saved_tainted: dict[str, str] = field(default_factory=dict)
-    # Each replica's value of the saved variables that have no value as a whole.
+    # Each replica's value of saved variables that have no combined value.
     saved_rows: dict[str, list[Any]] = field(default_factory=dict)
 
 
 def raises(view: View, name: str) -> bool:
-    """Return whether every rank raised an error of that class."""
+    """Return whether every rank raised an error of the class ``name``."""
     return len(view.present) == view.size and all(
         error is not None and "interpreter" not in error and name in error["classes"]
         for error in view.errors
@@ -59,7 +59,7 @@ def raises(view: View, name: str) -> bool:
 
 
 def fact(view: View, rank: int, name: str) -> Mapping[str, Any]:
-    """Return what a rank held of a variable before the step."""
+    """Return the facts that a rank knew of a variable before the step."""
     found: Mapping[str, Any] = view.before[rank].get(name, {})
     return found
 
@@ -78,7 +78,7 @@ def assigned(view: View) -> set[str]:
 
 
 def assign_follows_rule(view: View, name: str) -> bool:
-    """Return whether aggregated assignments have left the promised value."""
+    """Return whether aggregated assignments left the value of the rule."""
     sequences = _sequence(view, name)
     if len({len(events) for events in sequences}) != 1 or not sequences[0]:
         return False
@@ -96,7 +96,7 @@ def assign_follows_rule(view: View, name: str) -> bool:
 
 
 def own_assign_follows_rule(view: View, name: str) -> bool:
-    """Return whether each rank's assignments changed its own value alone."""
+    """Return whether each rank's assignments changed only its own value."""
     for rank, events in enumerate(_sequence(view, name)):
         value = array_of(fact(view, rank, name).get("value"))
         for event in events:
@@ -110,7 +110,7 @@ def own_assign_follows_rule(view: View, name: str) -> bool:
 
 
 def _combined_leaf(event: Mapping[str, Any], leaves: Sequence[Any]) -> Any:
-    """Return what the replicas' parts of one leaf give together, or None."""
+    """Return the combination of the replicas' parts of one leaf, or None."""
     slices = [leaf.get("indexed_slices") for leaf in leaves]
     if all(slices) and event["kind"] == "reduce":
         return _combined_slices(event["reduce_op"], slices)
@@ -143,9 +143,9 @@ def _combined_slices(how: str, slices: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def combined(events: Sequence[dict[str, Any]]) -> list[Any] | None:
-    """Return the leaves that a reduction or gathering of all ranks' values gives.
+    """Return the leaves of a reduction or gather of all ranks' values.
 
-    None if the model knows no combination of a leaf.
+    Return None if the model knows no combination of a leaf.
     """
     leaves = [flat_leaves(local(event["part"])) for event in events]
     if len({len(part) for part in leaves}) != 1:
@@ -170,12 +170,12 @@ def combinations_follow_rule(view: View, *kinds: str) -> bool:
 
 
 def _leaves(result: Any) -> list[Any]:
-    """Return the leaves of what one rank got from a combination."""
+    """Return the leaves of one rank's result."""
     return flat_leaves(local(result))
 
 
 def equal_on_all(view: View, wanted: Sequence[Any], row: str | None) -> str | None:
-    """Return ``row`` if every rank saw what is wanted of it."""
+    """Return ``row`` if every rank saw its value in ``wanted``."""
     same = all(
         difference(local(part), view.seen(rank)) is None
         for rank, part in enumerate(wanted)

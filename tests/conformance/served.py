@@ -1,6 +1,6 @@
-"""Programs of a coordinator: all in one job, those that kill ranks in one each.
+"""Programs of a coordinator, in one job, or in separate jobs if they kill ranks.
 
-Rank 0 executes the programs and writes down what it sees; the others serve.
+Rank 0 executes the programs and records its observations; the other ranks serve.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.conformance.session import (
 __all__ = ["main", "replay_served"]
 
 NUM_SERVERS = 1
-# Fewer than a real launch may take, added to the limits of the cases.
+# Seconds added to the limits of cases for the launch, which may take even longer.
 _START_SECONDS = 20.0
 _SLOW_SECONDS = 0.3
 _NOTICED_SECONDS = 0.5
@@ -39,7 +39,7 @@ _NOTICED_SECONDS = 0.5
 def replay_served(
     cases: Sequence[dict[str, Any]], indices: Sequence[int], limit_seconds: float
 ) -> dict[int, Outcome]:
-    """Replay the programs of these indices; return the outcome of each."""
+    """Replay the programs with these indices; return the outcome of each program."""
     groups: dict[Any, list[int]] = {}
     for index in indices:
         alone = any(step["op"] == "kill" for step in cases[index]["program"])
@@ -84,7 +84,7 @@ def _job(
 
 
 def _plain(value: Any) -> Any:
-    """Write a value down as JSON."""
+    """Return a value as JSON values."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, dict):
@@ -95,12 +95,12 @@ def _plain(value: Any) -> Any:
 
 
 def raise_error() -> None:
-    """Raise the error of TensorFlow's check."""
+    """Raise the error that a failed check raises in TensorFlow."""
     raise InvalidArgumentError("the program raises this here")
 
 
 class _Repeated:
-    """A range, for ever."""
+    """A range that repeats without end."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -122,7 +122,7 @@ class _Program:
         self.pending: Exception | None = None
 
     def run(self) -> dict[str, Any]:
-        """Execute the steps; return the record of each."""
+        """Execute the steps; return the record of each step."""
         records: list[dict[str, Any]] = []
         for step in self.case["program"]:
             record = {"before": {}, "after": {}, "events": [], "replicas": 1}
@@ -138,14 +138,14 @@ class _Program:
         return {"steps": records}
 
     def step(self, step: dict[str, Any]) -> Any:
-        """Execute a step; return what is observed."""
+        """Execute a step; return its observation."""
         method = getattr(self, f"op_{step['op']}", None)
         if method is None:
             raise VocabularyError(f"unknown step {step}")
         return method(step)
 
     def op_ps_variable(self, step: dict[str, Any]) -> None:
-        """Make a variable."""
+        """Make a variable on the servers."""
         dtype = step.get("dtype", "float32")
         name = step["name"]
         self.variables[name] = hs.Variable(step["init"], dtype=dtype, name=name)
@@ -180,7 +180,7 @@ class _Program:
         raise VocabularyError(f"unknown function {words}")
 
     def op_schedule(self, step: dict[str, Any]) -> None:
-        """Schedule a function, several times."""
+        """Schedule a function, once or several times."""
         function = self._function(step["fn"])
         args = [
             self.names[arg["ref"]] if isinstance(arg, dict) and "ref" in arg else arg
@@ -193,30 +193,30 @@ class _Program:
             except Exception as error:
                 if not number:
                     raise
-                # One of these has failed already: the error that the next call is to
-                # raise, join for instance, has come before the last of them.
+                # One of these functions has already failed. Its error was raised here,
+                # before the last schedule; keep it for the next call, such as join.
                 self.pending = error
                 break
         if "as" in step:
             self.names[step["as"]] = values if "times" in step else values[0]
 
     def op_join(self, step: dict[str, Any]) -> None:
-        """Wait for all."""
+        """Wait for all scheduled functions."""
         self.coordinator.join()
         if self.pending is not None:
             error, self.pending = self.pending, None
             raise error
 
     def op_done(self, step: dict[str, Any]) -> bool:
-        """Ask whether all have ended."""
+        """Return whether all scheduled functions have ended."""
         return self.coordinator.done()
 
     def op_fetch(self, step: dict[str, Any]) -> Any:
-        """Fetch results."""
+        """Fetch the results of scheduled functions."""
         return self.coordinator.fetch(self.names[step["ref"]])
 
     def op_fetch_literal(self, step: dict[str, Any]) -> Any:
-        """Fetch what is no result."""
+        """Fetch a value that is not a result of a function."""
         return self.coordinator.fetch(step["value"])
 
     def op_read(self, step: dict[str, Any]) -> Any:
@@ -224,12 +224,12 @@ class _Program:
         return self.variables[step["var"]].numpy()
 
     def op_same_coordinator(self, step: dict[str, Any]) -> bool:
-        """Make a second coordinator."""
+        """Return whether a second coordinator is the same object."""
         second = hs.coordinator.ClusterCoordinator(self.strategy)
         return second is self.coordinator
 
     def op_per_worker_dataset(self, step: dict[str, Any]) -> None:
-        """Make a data set on each worker, and an iterator."""
+        """Make a dataset on each worker, and an iterator over it."""
         length, repeats = step["range"], step.get("repeat", False)
         makes_variable, strategy = step.get("create_variable", False), self.strategy
 
@@ -243,11 +243,11 @@ class _Program:
         self.names[step["as"]] = iter(made)
 
     def op_next_in_coordinator(self, step: dict[str, Any]) -> Any:
-        """Ask an iterator for an element here."""
+        """Return the next element of an iterator, on the coordinator."""
         return next(self.names[step["ref"]])
 
     def op_context_of_dataset_fn(self, step: dict[str, Any]) -> Any:
-        """Return the different contexts that the functions of data sets see."""
+        """Return the different contexts that dataset functions see."""
         strategy = self.strategy
 
         def dataset() -> Any:
@@ -267,11 +267,11 @@ class _Program:
         return [list(map(int, seen))]
 
     def op_sleep(self, step: dict[str, Any]) -> None:
-        """Wait."""
+        """Sleep for some seconds."""
         time.sleep(step["seconds"])
 
     def op_kill(self, step: dict[str, Any]) -> None:
-        """Kill a rank."""
+        """Kill a rank of the given job."""
         first = 1 if step["job"] == "ps" else 1 + NUM_SERVERS
         rank = first + step.get("index", 0)
         path = self.folder / f"rank{rank}.pid"
@@ -279,11 +279,11 @@ class _Program:
         time.sleep(_NOTICED_SECONDS)
 
     def op_restart(self, step: dict[str, Any]) -> None:
-        """Do nothing: the others do what the lost rank had to do."""
+        """Do nothing, because the other ranks do the work of the lost rank."""
 
 
 def main() -> None:
-    """Execute the programs of the folder, or serve."""
+    """Execute the programs of the folder on rank 0, or serve on the other ranks."""
     from mpi4py import MPI
 
     folder = Path(sys.argv[1])

@@ -1,4 +1,4 @@
-"""The state of one program on one rank, and the frame in which it evaluates."""
+"""The state of one program on one rank, and the frames of its functions."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ __all__ = [
     "variable_kind",
 ]
 
-# Functions of this package in which a program's own error may arise; an exception
-# from any other line of this package is a mistake of the interpreter.
+# Functions of this package in which a program's own error may occur. An exception from
+# any other line of this package is an error of the interpreter.
 _PROGRAM_FUNCTIONS = {
     "arithmetic",
     "as_tensor",
@@ -42,20 +42,20 @@ _HERE = str(Path(__file__).parent)
 
 
 class VocabularyError(Exception):
-    """The program uses a word that the interpreter does not know."""
+    """An error: the program uses a word that the interpreter does not know."""
 
 
 class NotBuiltError(Exception):
-    """The program needs a part of hpcstrat that is not there yet."""
+    """An error: the program needs a part of hpcstrat that does not exist yet."""
 
 
 class InvalidArgumentError(Exception):
-    """Stands for the run-time error of TensorFlow's kernels."""
+    """An error in place of the run-time error of TensorFlow's kernels."""
 
 
 @dataclass
 class Frame:
-    """What names and arguments mean in the function that is being executed."""
+    """The names and arguments of the function that is being executed."""
 
     mode: str = "cross"  # cross | replica | update
     names: dict[str, Any] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Frame:
 
 
 def _no_step(frame: Frame, step: dict[str, Any]) -> Any:
-    """Stand for the runner until it is there."""
+    """Raise, because no program runner is set yet."""
     raise VocabularyError(f"nothing executes {step} yet")
 
 
@@ -79,7 +79,7 @@ def replica_context() -> hs.ReplicaContext:
 
 
 def variable_kind(variable: Any) -> str:
-    """Return the word of the vocabulary for the variable's class."""
+    """Return the vocabulary's word for the class of a variable."""
     if isinstance(variable, hs.SyncOnReadVariable):
         return "sync_on_read"
     if isinstance(variable, hs.MirroredVariable):
@@ -90,10 +90,10 @@ def variable_kind(variable: Any) -> str:
 class Session:
     """One program on one rank.
 
-    ``comms`` maps a number of replicas to the communicator of the first so many
-    ranks (None on the ranks outside), ``directory`` is shared by all ranks, and
-    ``opened`` collects the strategies, for the caller to close. ``agree`` tells whether
-    a condition holds on all ranks of the job.
+    ``comms`` maps a number n to the communicator of the first n ranks (None on other
+    ranks). ``directory`` is shared by all ranks. ``opened`` collects the strategies,
+    which the caller closes. ``agree`` returns whether a condition holds on all ranks of
+    the job.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Session:
         self.shared_objects: dict[str, Opaque] = {}
         self.iterator: Any = None
         self.events: list[dict[str, Any]] = []
-        # Set by the program's runner: executes a step inside of a function.
+        # The program's runner sets this function, which executes a step in a function.
         self.run_step: Callable[[Frame, dict[str, Any]], Any] = _no_step
         self.replicas = 0
         self.strategy: Any = None
@@ -126,37 +126,37 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """This rank of the job."""
+        """This rank's number in the job."""
         return int(self.comms[max(self.comms)].rank)
 
     @property
     def num_local(self) -> int:
-        """How many replicas of the current strategy this rank has."""
+        """The number of replicas of the current strategy on this rank."""
         return len(self.strategy.local_replicas) if self.active else 0
 
     @property
     def active(self) -> bool:
-        """Whether this rank is a replica of the current strategy."""
+        """Whether this rank is part of the current strategy."""
         return self.strategy is not None
 
     def use_strategy(self, replicas: int, kind: str | None = None) -> None:
-        """Go on under a new strategy."""
+        """Continue the program with a new strategy."""
         self.kind = kind or self.kind
         self.replicas = replicas
         self.strategy = self.make_strategy(replicas, self.kind)
 
     def make_strategy(self, replicas: int, kind: str) -> Any:
-        """Make a strategy; None on the ranks that are not in it."""
+        """Make a strategy; return None on ranks that are not part of it."""
         if kind == "default":
             return hs.get_strategy()
         if kind == "one_device":
             strategy: Any = hs.OneDeviceStrategy("CPU:0")
         else:
-            # Replicas beyond the ranks that there are are logical ones.
+            # If there are more replicas than ranks, they are logical replicas.
             comm = self.comms[min(replicas, max(self.comms))]
             if comm is None:
                 return None
-            # The replay catches exceptions, so that the other replicas must be told.
+            # The replay catches exceptions, so the other replicas must be notified.
             if kind == "mirrored":
                 devices = None
                 if replicas > comm.size:
@@ -175,9 +175,9 @@ class Session:
 
     @contextmanager
     def where(self, place: str) -> Iterator[None]:
-        """Enter the scope as often as ``place`` says."""
+        """Enter the scope as many times as ``place`` says."""
         depth = {"outside": 0, "scope": 1, "nested_scope": 2}[place]
-        # The cases of the default strategy enter nothing: that is what it is.
+        # The cases of the default strategy enter no scope, by definition.
         if self.kind == "default":
             depth = 0
         with ExitStack() as stack:
@@ -186,19 +186,19 @@ class Session:
             yield
 
     def add_variable(self, name: str, variable: Any) -> None:
-        """Remember a variable under the program's name for it."""
+        """Record a variable under the program's name for it."""
         self.variables[name] = variable
         self.variable_names[id(variable)] = name
 
     def encode(self, value: Any) -> Any:
-        """Write a value of this program down."""
+        """Return a value of this program in JSON form."""
         return encode(value, self.variable_names)
 
     def log(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """Note an event of the current step, for the declared differences.
+        """Record an event of the current step, for the declared differences.
 
-        What is combined or assigned is also noted as this rank's part alone, in which
-        variables are their values.
+        Values that are combined or assigned are also recorded as this rank's part
+        alone, with the values of variables instead of their names.
         """
         event = {"kind": kind, "replica": own_index(), **fields}
         if "value" in fields:
@@ -208,7 +208,7 @@ class Session:
         return event
 
     def facts(self) -> dict[str, Any]:
-        """Return what this rank holds of every variable, without communication."""
+        """Return this rank's components of every variable, without communication."""
         facts = {}
         for name, variable in self.variables.items():
             kind = variable_kind(variable)
@@ -222,12 +222,12 @@ class Session:
         return facts
 
     def object_with(self, label: str) -> Opaque:
-        """Return the one object of that label."""
+        """Return the object with this label, the same object for each call."""
         return self.shared_objects.setdefault(label, Opaque(label))
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """Write an exception down; say whether the interpreter itself is to blame."""
+    """Return an exception in JSON form, with the interpreter's own errors marked."""
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1]
     blamed = isinstance(error, VocabularyError) or (

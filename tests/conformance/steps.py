@@ -1,4 +1,4 @@
-"""The steps of programs that are not about input or checkpoints."""
+"""The steps of programs, except for input and checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["NULL_STEPS", "PLAIN_STEPS", "STEPS", "Shown"]
 
 
 class Shown:
-    """A result whose observation is not simply the result written down."""
+    """A step's value whose observation is not just the value in JSON form."""
 
     def __init__(self, value: Any, observation: Any) -> None:
         self.value = value
@@ -44,12 +44,12 @@ def _reduce_op(step: dict[str, Any]) -> Any:
 
 
 def _axis(axis: Any) -> Any:
-    """Return an axis; a list stands for a tuple."""
+    """Return an axis; a list in JSON is a tuple."""
     return tuple(axis) if isinstance(axis, list) else axis
 
 
 class _Counter:
-    """A callable that returns 1, 2, 3.. and knows how often it was called."""
+    """A callable that returns 1, 2, 3, ... and counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -60,7 +60,7 @@ class _Counter:
 
 
 def _description(variable: Any) -> dict[str, Any]:
-    """Return what is observed of a new variable."""
+    """Return the observation of a new variable."""
     return {
         "class": variable_kind(variable),
         "synchronization": variable.synchronization.name,
@@ -95,7 +95,7 @@ def _op_variable(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
     session.add_variable(step["name"], variable)
     if "replica_id_callable" in special:
         calls = counter.calls
-        # Only the replica whose value all take needs to call at all.
+        # Only the replica that provides the initial value must call the function.
         replica = session.strategy.replica_id
         return {"init_calls": max(calls, 1) if replica else calls}
     if "worker_id_callable" in special:
@@ -233,7 +233,7 @@ def _op_other_strategy(session: Session, frame: Frame, step: dict[str, Any]) -> 
 def _op_enter_scope_of(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
     other = session.strategies[step["name"]]
     if other is None:
-        # As on the ranks that are in it.
+        # Raise the same error as on the ranks of the other strategy.
         if hs.has_strategy():
             raise_error("RuntimeError")
         return
@@ -262,7 +262,7 @@ def _op_created_in_scope(session: Session, frame: Frame, step: dict[str, Any]) -
 
 
 def _op_value_container(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
-    # Every replica asks about the one component that it holds.
+    # Every replica asks for its own component only.
     component = own_component(session.variables[step["var"]])
     return session.strategy.extended.value_container(component)
 
@@ -348,7 +348,7 @@ STEPS: dict[str, Step] = {
     "num_replicas": lambda s, f, step: s.strategy.num_replicas_in_sync,
 }
 
-# Steps whose observation is the JSON value as it is.
+# Steps whose observation is their JSON value, unchanged.
 PLAIN_STEPS = {
     "variable",
     "context",
@@ -359,7 +359,7 @@ PLAIN_STEPS = {
     "loss_reduction",
     "num_replicas",
 }
-# Steps that show nothing.
+# Steps without an observation.
 NULL_STEPS = {
     "new_strategy",
     "other_strategy",

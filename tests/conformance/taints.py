@@ -1,7 +1,7 @@
-"""Steps after which variables hold a declared value instead of TensorFlow's.
+"""Steps after which variables have a declared value instead of TensorFlow's.
 
-Each function here has checked that value against the rule of its row; later steps
-that show the variable are then compared with what the ranks hold.
+Each function here checks this value against the rule of its row. Later steps that show
+the variable are then compared with the values on the ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["TAINT", "explain_assignment", "explain_state", "rows_complaint"]
 
 
 def _on_read_source(view: View, memory: Memory) -> dict[str, str]:
-    """A mirrored variable takes the aggregated value of an ON_READ one."""
+    """Mark mirrored variables that got the aggregated value of an ON_READ variable."""
     tainted = {}
     for event in view.events("cross_assign")[0]:
         source, name = event["value"].get("variable"), event["var"]
@@ -60,7 +60,7 @@ def _on_read_source(view: View, memory: Memory) -> dict[str, str]:
 
 
 def _totals(view: View, memory: Memory) -> dict[str, Any]:
-    """Return the totals that the step gives to variables as a whole."""
+    """Return the totals that the step assigns to variables as a whole."""
     totals: dict[str, Any] = {}
     for event in view.events("cross_assign")[0]:
         if event["method"] == "assign" and "done" in event:
@@ -78,7 +78,7 @@ def _totals(view: View, memory: Memory) -> dict[str, Any]:
 
 
 def _exact_shares(view: View, memory: Memory) -> dict[str, str]:
-    """The replicas' shares of an integer total are exact."""
+    """Mark ON_READ variables whose replicas hold exact shares of an integer total."""
     tainted = {}
     for name, total in _totals(view, memory).items():
         held = fact(view, 0, name)
@@ -102,7 +102,7 @@ def _differ(parts: Sequence[Any]) -> bool:
 
 
 def _first_of_all(view: View, memory: Memory) -> dict[str, str]:
-    """Several workers agree on the value of the one first replica."""
+    """Mark variables that have the value of replica 0 on several workers."""
     if not view.per_worker or view.size < 2:
         return {}
     tainted = {}
@@ -123,7 +123,7 @@ def _first_of_all(view: View, memory: Memory) -> dict[str, str]:
 
 
 def _plain(view: View, memory: Memory) -> dict[str, str]:
-    """A variable made outside of the scope is one variable on each rank."""
+    """Mark plain variables outside of the scope, which each rank has separately."""
     return {
         name: "plain-variable-per-rank"
         for name in assigned(view)
@@ -134,7 +134,7 @@ def _plain(view: View, memory: Memory) -> dict[str, str]:
 
 
 def _checkpoint(view: View, memory: Memory) -> dict[str, str]:
-    """Values go on through a checkpoint."""
+    """Mark restored variables whose saved value was marked."""
     tainted = {}
     if view.spec["op"] == "save":
         for name in view.spec["vars"]:
@@ -156,7 +156,7 @@ def _checkpoint(view: View, memory: Memory) -> dict[str, str]:
 
 Taint = Callable[[View, Memory], dict[str, str]]
 
-# Asked of every step that all replicas have finished.
+# These functions run after every step that all replicas have finished.
 TAINT: Sequence[Taint] = (
     _checkpoint,
     _on_read_source,
@@ -167,7 +167,7 @@ TAINT: Sequence[Taint] = (
 
 
 def _wanted_reduction(view: View, name: str) -> Any:
-    """Return the reduction of a variable's components."""
+    """Return the expected reduction of a variable's components."""
     parts = [array_of(held[name]["value"]) for held in view.before]
     arrays = [part for part in parts if part is not None]
     how, axis = view.spec["reduce_op"], view.spec.get("axis")
@@ -175,12 +175,12 @@ def _wanted_reduction(view: View, name: str) -> Any:
 
 
 def _first_differs(view: View) -> bool:
-    """Return whether the first worker saw other than in TensorFlow."""
+    """Return whether the first worker's observation differs from TensorFlow's."""
     return difference(view.expected_of(0), view.seen(0)) is not None
 
 
 def explain_state(view: View, memory: Memory) -> str | None:
-    """Steps that show a variable of which an earlier step has a declared value."""
+    """Declare a step that shows a variable with a declared value of an earlier step."""
     op = view.spec["op"]
     if not view.complete:
         return None
@@ -212,7 +212,7 @@ def explain_state(view: View, memory: Memory) -> str | None:
 
 
 def explain_assignment(view: View, memory: Memory) -> str | None:
-    """The result of an assignment is the declared value that it gives."""
+    """Declare an assignment whose result is the declared value of the variable."""
     assigns = ("assign", "assign_add", "assign_sub")
     if view.spec["op"] not in assigns or not view.complete:
         return None
@@ -232,7 +232,7 @@ def _rows_seen(view: View, rows: list[Any]) -> bool:
 
 
 def rows_complaint(view: View, memory: Memory) -> str | None:
-    """Check a step after the save of a variable that TensorFlow refuses to save."""
+    """Return a problem of a step after a save that TensorFlow refuses, or None."""
     if view.spec["op"] == "checkpoint_value":
         rows = memory.saved_rows.get(view.spec["name"])
         if rows is not None and not (view.complete and _rows_seen(view, rows)):

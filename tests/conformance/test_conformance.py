@@ -1,4 +1,4 @@
-"""The replay of the captured programs, and proof that it can fail."""
+"""The replay of the captured programs, and tests that the replay can fail."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ RUN_RAISES = {"op": "run", "body": [{"do": "raise", "error": "ValueError"}]}
     ("cases", "options"),
     [
         *((cases, []) for cases in CASES),
-        # Its programs of one process again, whose replicas share a rank.
+        # Replay the programs of one process again, with all replicas on one rank.
         ("tf_distribute_cases.json", ["--ranks", "1"]),
     ],
 )
@@ -126,7 +126,7 @@ def test_one_hanging_and_one_dying_case_do_not_stop_the_others() -> None:
 
 
 def test_a_divergence_that_is_not_the_promised_one_fails() -> None:
-    # Truncated shares of 7 are TensorFlow's; the documented ones are 4 and 3.
+    # TensorFlow truncates the shares of 7; the documented shares are 4 and 3.
     variable = {
         "op": "variable",
         "name": "v",
@@ -151,7 +151,7 @@ def test_a_divergence_that_is_not_the_promised_one_fails() -> None:
     }
     components = {"op": "components", "var": "v"}
     parts = {"list": [tensor(3, "int32"), tensor(3, "int32")]}
-    # Shares of an assignment in replica context follow no rule: nothing is declared.
+    # No rule covers shares of an assignment in replica context, so none is declared.
     body = [{"do": "assign", "var": "v", "value": {"per_replica": [4, 3]}}]
     body[0]["value"]["dtype"] = "int32"  # type: ignore[index]
     run = {"op": "run", "body": body}

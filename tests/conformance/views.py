@@ -1,4 +1,4 @@
-"""One step of a case as all its replicas saw it."""
+"""One step of a case, as all its replicas saw it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.conformance.compare import (
 
 __all__ = ["MISSING", "View", "expected_end", "views_of"]
 
-# There is no expectation: the program ended earlier in TensorFlow.
+# The mark of a missing expectation: the program ended earlier in TensorFlow.
 MISSING = object()
 
 
@@ -30,11 +30,11 @@ def _error_of(record: dict[str, Any]) -> dict[str, Any] | None:
 
 @dataclass
 class View:
-    """One step: its text, what TensorFlow gave, and each replica's record.
+    """One step: its text, TensorFlow's result, and each replica's record.
 
     ``records`` has an entry for each replica of the strategy at this step, in rank
-    order; None where the rank's program had ended before. ``expected`` is the joined
-    observation, or for several workers one observation for each.
+    order; the entry is None if the rank's program had ended before. ``expected`` is the
+    joined observation, or a list of observations if there are several workers.
     """
 
     case: dict[str, Any]
@@ -46,17 +46,17 @@ class View:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """The step's text."""
+        """The text of the step."""
         return dict(self.case["program"][self.number])
 
     @property
     def per_worker(self) -> bool:
-        """Whether every rank's observation has its own expectation."""
+        """Whether each rank has a separate expectation."""
         return "expected_per_worker" in self.case
 
     @property
     def tags(self) -> Sequence[str]:
-        """The case's tags."""
+        """The tags of the case."""
         return list(self.case.get("tags", []))
 
     @property
@@ -76,17 +76,17 @@ class View:
 
     @property
     def complete(self) -> bool:
-        """Whether all ranks executed the step and none raised."""
+        """Whether all ranks executed the step, and no rank raised."""
         return len(self.present) == self.size and not any(self.errors)
 
     @property
     def before(self) -> list[dict[str, Any]]:
-        """What each rank held of every variable before the step."""
+        """Each rank's facts about all variables before the step."""
         return [record["before"] for record in self.present]
 
     @property
     def after(self) -> list[dict[str, Any]]:
-        """What each rank held of every variable after the step."""
+        """Each rank's facts about all variables after the step."""
         return [record["after"] for record in self.present]
 
     def events(self, *kinds: str) -> list[list[dict[str, Any]]]:
@@ -97,11 +97,11 @@ class View:
         ]
 
     def seen(self, rank: int) -> Any:
-        """Return what a rank saw, as that rank alone would write it."""
+        """Return a rank's observation in the form for a single process."""
         return local(self.present[rank].get("seen"))
 
     def expected_of(self, rank: int) -> Any:
-        """Return the part of the expectation that is one rank's."""
+        """Return one rank's part of the expectation."""
         if self.expected is MISSING:
             return MISSING
         if self.per_worker:
@@ -109,7 +109,7 @@ class View:
         return project(self.expected, rank)
 
     def expected_error(self) -> str | None:
-        """Return the error that TensorFlow raised on any worker."""
+        """Return the error that TensorFlow raised on any worker, or None."""
         parts = self.expected if self.per_worker else [self.expected]
         for part in parts if isinstance(parts, list) else []:
             if isinstance(part, dict) and "error" in part:
@@ -135,7 +135,7 @@ class View:
         )
 
     def _mismatch_of_workers(self) -> str | None:
-        """Compare each rank with its own expectation."""
+        """Return how any rank differs from its own expectation, or None."""
         for rank in range(self.size):
             expected = self.expected[rank]
             if expected is MISSING:
@@ -153,17 +153,17 @@ class View:
         return None
 
     def _error_mismatch(self, error: str) -> str | None:
-        """Return which rank did not see the error that is expected."""
+        """Return a text about a rank that did not see the expected error, or None."""
         seen = [record.get("seen") for record in self.present]
         fits = [error_matches(error, part, self.tags) for part in seen]
-        # One process that holds all replicas raises once, whichever replica failed.
+        # One process with all replicas raises once, whichever replica failed.
         if all(fits) or ("single_process" in self.tags and any(fits)):
             return None
         rank = fits.index(False)
         return f"expected {error} on every rank, found on {rank}: {_text(seen[rank])}"
 
     def _unexpected_error(self) -> str | None:
-        """Return the first error that nobody expected."""
+        """Return a text about the first unexpected error, or None."""
         for rank, error in enumerate(self.errors):
             if error is not None:
                 return (
@@ -174,7 +174,7 @@ class View:
 
 
 def _text(seen: Any) -> str:
-    """Return an observation's text, cut to a readable length."""
+    """Return an observation as text, cut to a readable length."""
     if isinstance(seen, dict) and "error" in seen and "message" in seen:
         return f"{seen['error']}: {seen['message'][:400]} [{seen['at']}]"
     text = repr(local(seen))
@@ -182,7 +182,7 @@ def _text(seen: Any) -> str:
 
 
 def _expectation(case: dict[str, Any], number: int) -> Any:
-    """Return what is expected of a step."""
+    """Return the expectation of a step."""
     if "expected_per_worker" not in case or case["expected_per_worker"] is None:
         expected = case["expected"]
         return expected[number] if number < len(expected) else MISSING
@@ -213,7 +213,7 @@ def _final_error(record: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _by_replica(step: dict[str, Any] | None) -> list[dict[str, Any] | None]:
-    """Return a rank's record of a step as each of its replicas would have made it."""
+    """Return a rank's record of a step, divided into a record for each replica."""
     count = 1 if step is None else step.get("local", 1)
     if step is None or count < 2:
         return [step if step is None else part_of(step, 0, 1) | _own_facts(step, 0)]
@@ -232,7 +232,7 @@ def _by_replica(step: dict[str, Any] | None) -> list[dict[str, Any] | None]:
 
 
 def _own_facts(step: dict[str, Any], index: int) -> dict[str, Any]:
-    """Return what a replica held of every variable, before and after a step."""
+    """Return a replica's facts about all variables, before and after a step."""
     found: dict[str, Any] = {}
     for when in ("before", "after"):
         if when in step:
@@ -244,12 +244,12 @@ def _own_facts(step: dict[str, Any], index: int) -> dict[str, Any]:
 
 
 def _entry(entries: Any, index: int) -> Any:
-    # Plain variables have one value for all.
+    # Plain variables have one value for all replicas.
     return local(entries[index] if index < len(entries) else entries[0])
 
 
 def views_of(case: dict[str, Any], records: Sequence[dict[str, Any]]) -> list[View]:
-    """Return the steps that any rank executed."""
+    """Return the views of all steps that any rank executed."""
     views = []
     finals = [_final_error(record) for record in records]
     for number in range(max(len(record["steps"]) for record in records)):
@@ -260,7 +260,7 @@ def views_of(case: dict[str, Any], records: Sequence[dict[str, Any]]) -> list[Vi
                 record["steps"][number] if number < len(record["steps"]) else None
             )
         ]
-        # Ranks outside of a smaller strategy have no part in it.
+        # Ranks outside of a smaller strategy are not part of its steps.
         inside = [step for step in steps if step is None or "skipped" not in step]
         replicas = next((s["replicas"] for s in inside if s is not None), 0)
         if case["program"][number]["op"] in ("new_strategy", "other_strategy"):

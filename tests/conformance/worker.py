@@ -1,8 +1,8 @@
-"""One rank of a replay job: runs the job's programs one after the other.
+"""One rank of a replay job: run the job's programs one after the other.
 
-``python -m tests.conformance.worker JOB.json``, under ``mpirun``. Each rank appends
-what happens to a file of its own, line by line, so that everything until a crash or a
-hang is known to the process that started the job.
+``python -m tests.conformance.worker JOB.json``, under ``mpirun``. Each rank appends its
+events to a separate file, line by line, so that the process that started the job knows
+all events until a crash or a hang.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Log:
 
 
 def _sub_communicators(world: MPI.Intracomm) -> dict[int, MPI.Comm | None]:
-    """Return a communicator of the first n ranks for each n; None outside of it."""
+    """Return a communicator of the first n ranks for each n; None on other ranks."""
     comms: dict[int, MPI.Comm | None] = {}
     for size in range(1, world.size + 1):
         color = 0 if world.rank < size else MPI.UNDEFINED
@@ -52,7 +52,7 @@ def _run_case(
     comms: dict[int, MPI.Comm | None],
     log: _Log,
 ) -> tuple[dict[str, Any], list[Any]]:
-    """Run one program; return its record and the strategies that it left open."""
+    """Run one program; return its record, and the strategies that it left open."""
     case = job["cases"][index]
     directory = Path(job["directory"]) / f"case{index}"
     opened: list[Any] = []
@@ -69,10 +69,11 @@ def _run_case(
 
 
 def _close_early(record: dict[str, Any], opened: list[Any], last: Any) -> list[Any]:
-    """Close the last strategy where the program ran to its end; return the open ones.
+    """Close the last strategy if its program ran to the end; return the open ones.
 
-    A replica that failed waits in its announcement for the next call of the others:
-    closing is one. Ranks outside of that strategy do not know how the program ended.
+    A replica that failed waits in its announcement for the next call of the other
+    replicas, and closing is such a call. Ranks outside of this strategy do not know how
+    the program ended.
     """
     seen = record["steps"][-1].get("seen") if record["steps"] else None
     if isinstance(seen, dict) and "error" in seen:
@@ -88,26 +89,26 @@ def _close_early(record: dict[str, Any], opened: list[Any], last: Any) -> list[A
 
 
 def _close_late(comm: MPI.Intracomm, opened: list[Any]) -> None:
-    """Close what an error has left open, now that all ranks are here."""
+    """Close the strategies that an error has left open, after all ranks are here."""
     if not any(comm.allgather(bool(opened))):
         return
     for strategy in reversed(opened):
         try:
             strategy.close()
         except RuntimeError:
-            # A channel that an error has broken cannot agree on being closed.
+            # Ranks cannot agree to close a channel that an error has broken.
             continue
 
 
 def main() -> None:
-    """Run the job's cases from ``job['order']``."""
+    """Run the cases in ``job['order']``."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     keep_spins_short()
     world = MPI.COMM_WORLD
     comm = world.Dup()
     log = _Log(Path(job["directory"]) / f"rank{comm.rank}.jsonl")
     stacks = Path(job["directory"]) / f"rank{comm.rank}.stacks"
-    # The starter asks for the stacks before it ends a job that hangs.
+    # The starting process requests the stacks before it ends a job that hangs.
     with stacks.open("a", encoding="utf-8") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
         comms = _sub_communicators(world)

@@ -1,4 +1,4 @@
-"""Strategies give each rank a GPU of its own; errors about that are those of all."""
+"""Strategies bind each rank to its own GPU, or raise the same error on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcstrat.engine.gpu.capabilities import gather
 
 @pytest.fixture
 def alone(job: Any) -> Any:
-    """Return a communicator of all ranks, whose strategies share nothing."""
+    """Yield a new communicator of all ranks, whose strategies share nothing."""
     comm = job.Dup()
     before = cupy.cuda.Device().id
     yield comm
@@ -36,7 +36,7 @@ def test_each_rank_has_a_gpu_of_its_own(strategy: Any, job: Any) -> None:
     own = strategy.topology.replica_comm.allgather(gpu.identity)
     shares = strategy.topology.replica_comm.allgather(strategy.topology.shares_gpu)
     if _enough(job):
-        # Also where the ranks of a host are several workers.
+        # Ranks of one host may be several workers; their GPUs differ, too.
         assert len(set(own)) == len(own)
         assert not any(shares)
 

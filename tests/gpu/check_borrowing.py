@@ -1,6 +1,6 @@
-"""Arrays of other libraries on GPUs, at any number of ranks.
+"""Arrays of other GPU libraries as values of calls, at any number of ranks.
 
-Needs CuPy, or its stand-in on the path.
+The tests need CuPy, or its stand-in on the path.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ needs_standin = pytest.mark.skipif(
 
 
 class Foreign:
-    """Another library's array, whose memory others get once nobody holds it.
+    """Another library's array, whose memory is reused once no reference exists.
 
-    As with JAX, on streams of its own: without waiting for any stream of the program.
+    As in JAX, the memory is reused on the library's own streams, without waiting for a
+    stream of the program.
     """
 
     def __init__(self, array: Any, refusal: Exception | None = None) -> None:
@@ -44,7 +45,7 @@ class Foreign:
 
 
 def _fleeting(number: float) -> Foreign:
-    """Return a foreign array that becomes -1 when it is let go of."""
+    """Return a foreign array whose memory is filled with -1 once it is released."""
     array = cupy.full(1000, number, cupy.float32)
     cupy.cuda.get_current_stream().synchronize()
     lent = array[:]
@@ -54,7 +55,7 @@ def _fleeting(number: float) -> Foreign:
 
 @pytest.fixture
 def late() -> Any:
-    """Let the stand-in's streams run late."""
+    """Delay the stand-in's streams during a test."""
     assert standin is not None
     before = standin.longest_delay
     standin.longest_delay = 0.05
@@ -94,7 +95,7 @@ def test_memory_of_others_is_kept_until_it_has_been_read(strategy: Any) -> None:
         optimizer = hs.optimizers.SGD(1.0)
 
     def step() -> None:
-        # Cast on the way.
+        # This gradient is cast to the variable's type.
         optimizer.apply_gradients([(_fleeting(2), wide)])
 
     strategy.run(step)

@@ -1,4 +1,4 @@
-"""Checkpoints of variables on GPUs: bit for bit what they were, and nobody waits."""
+"""Checkpoints of variables on GPUs: the same bits are restored, and no save waits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHAPES = {"none": (0, 3), "number": (), "odd": (3, 5, 7), "long": (70_001,)}
 
 
 def _count(job: Any) -> int:
-    """Return a number of floats of which every rank writes two blocks and a bit."""
+    """Return a number of floats so large that a rank writes more than two blocks."""
     return (job.size << 18) + 5
 
 
@@ -56,7 +56,7 @@ def _variable(
 
 
 def _set(variable: Any, value: Any) -> None:
-    """Write this replica's component in place, in the order of the stream."""
+    """Write this replica's component in place, in stream order."""
     variable.component[...] = cupy.asarray(np.asarray(value, variable.dtype))
 
 
@@ -68,7 +68,7 @@ def _same(variable: Any, value: Any) -> None:
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the comparison of copies, whose result a program has to wait for."""
+    """Skip the comparison of copies, because a program must wait for its result."""
     monkeypatch.setattr(manager, "compare_copies", lambda *args: None)
 
 
@@ -100,7 +100,7 @@ def test_files_are_those_of_host_variables(
             assert one.dtype == other.dtype
             assert one[()].tobytes() == other[()].tobytes() == value.tobytes()
             assert dict(one.attrs) == dict(other.attrs)
-    # Each into the other's variables.
+    # Restore each of the two files into the variables of the other kind.
     for variables in (there, here):
         for variable in variables.values():
             variable.component[...] = 0
@@ -120,7 +120,7 @@ def test_values_may_change_at_once_while_the_gpu_has_not_come_to_them(
     with hs.CheckpointManager(folder, x=x) as keeper:
         for step in (1, 2):
             with held_stream() as goes_on:
-                # Neither this update nor the next one has run when save returns.
+                # Neither this update nor the next one has run when ``save`` returns.
                 _set_later(x, step)
                 path = keeper.save(step, asynchronous=True)
                 own = x.component
@@ -135,7 +135,7 @@ def test_values_may_change_at_once_while_the_gpu_has_not_come_to_them(
 
 
 def _set_later(variable: Any, value: Any) -> None:
-    """Write without a copy from the host, which waits."""
+    """Write without a copy from the host, because such a copy waits."""
     variable.component.fill(value)
 
 
@@ -154,7 +154,7 @@ def test_a_save_in_the_background_never_waits_for_the_gpu(
                 keeper.save(step, asynchronous=True)
                 assert waits.here == []
                 keeper.wait()
-            # One for each block at most, and none of pageable memory.
+            # At most one wait for each block, and no copy from pageable memory.
             assert 0 < len(waits.elsewhere) <= 2 + 2 * len(values)
             assert "pageable" not in waits.elsewhere
         for variable in variables:
@@ -201,14 +201,16 @@ def test_pages_are_locked_once_and_unlocked_before_they_go_back(
     grown = events[len(first) :]
     keeper.save(3, asynchronous=True)
     keeper.close()
-    # Place by place, and each once.
+    # Pages are locked in one place after the other, and each place only once.
     assert first == ["make", *["lock"] * first.count("lock")]
     assert len(first) > 2
-    # What is locked is not lent; what a restore needs more of is made anew, and lent.
+    # Locked memory is not lent. A restore that needs more memory gets a new mapping,
+    # which is then lent.
     assert grown in ([], [*["unlock"] * (len(first) - 1), "make", "lend"])
     assert events[-1] == "unlock"
     assert events.count("lock") == events.count("unlock")
-    # A restore that comes first lends, and then a save takes all of it back.
+    # A restore that comes before the first save lends memory; the next save takes all
+    # of it back.
     events.clear()
     assert keeper.restore() == 3
     keeper.save(4, asynchronous=True)
@@ -224,7 +226,7 @@ def test_pages_are_locked_once_and_unlocked_before_they_go_back(
 def test_a_place_is_copied_to_before_the_next_is_locked(
     strategy: Any, folder: Path, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And where the system refuses one, the others are filled through a buffer."""
+    """If a place cannot be locked, the remaining places are filled through a buffer."""
     events: list[str] = []
     register, fetch = transfers.register_host, transfers.Downloads.fetch
     allowed = [100]
@@ -431,7 +433,7 @@ def test_optimizers_go_on_where_they_stood(
         keeper.save(asynchronous=True)
         strategy.run(step)
         wanted = on_host(x.component)
-    # Slots of a new program are made later, of what was restored.
+    # A new program makes its slots later, from the restored values.
     again, new_optimizer, new_step = program()
     assert hs.CheckpointManager(folder, x=again, optimizer=new_optimizer).restore() == 1
     strategy.run(new_step)

@@ -1,4 +1,4 @@
-"""Batches on GPUs: whole, ahead of what is computed, and without waiting."""
+"""Batches on GPUs: complete, copied ahead of the computation, and without waiting."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROWS = 23
 
 @pytest.fixture
 def placed(make_strategy: Any) -> Iterator[Any]:
-    """Yield a strategy that puts variables and batches on the GPUs."""
+    """Yield a strategy that places variables and batches on the GPUs."""
     with make_strategy(settings=hs.Settings(device="gpu", share_gpus=True)) as made:
         assert made.puts_on_gpu
         yield made
@@ -29,7 +29,7 @@ def placed(make_strategy: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def strategy(make_strategy: Any) -> Iterator[Any]:
-    """Yield one that leaves them where they are; strategies share their settings."""
+    """Yield a strategy that leaves variables and batches in their memory."""
     with make_strategy() as made:
         assert not made.puts_on_gpu
         yield made
@@ -56,7 +56,7 @@ def _leaves(batch: Any) -> list[Any]:
 
 
 def _local(strategy: Any, batch: Any) -> Any:
-    """Return this replica's part."""
+    """Return this replica's part of a batch."""
     found: list[Any] = []
     strategy.run(found.append, args=(batch,))
     return found[0]
@@ -161,7 +161,7 @@ def test_rows_of_columns_on_the_gpu_are_taken_there(
     standin = pytest.importorskip("cupy._standin", reason="needs the stand-in")
     order = given.order(0) if shuffle else np.arange(_ROWS)
     parts = []
-    # No more batches than may be under way at a time.
+    # The number of batches equals the most that may be staged at once.
     assert len(dataset) == feeding._MOST_STAGED
     standin.reset()
     with counted_waits(monkeypatch) as waits:
@@ -173,7 +173,7 @@ def test_rows_of_columns_on_the_gpu_are_taken_there(
     assert standin.counts.device_to_host == 0
     for step, part in enumerate(parts):
         rows = order[_own_rows(6 * step, min(6 * step + 6, _ROWS), strategy)]
-        # What a program does to a batch does not reach the data set.
+        # A program that changes its batch does not change the dataset.
         np.testing.assert_array_equal(on_host(part["x"]), 2 * columns["x"][rows])
         np.testing.assert_array_equal(on_host(part["label"]), columns["label"][rows])
         assert isinstance(part["host"], np.ndarray)
@@ -186,7 +186,7 @@ def test_batches_made_on_the_gpu_are_dealt(strategy: Any) -> None:
 
     def generate() -> Iterator[Any]:
         for start in range(0, _ROWS - _ROWS % 5, 5):
-            # The same memory again.
+            # Fill the same memory for each batch.
             one[...] = cupy.asarray(columns["x"][start : start + 5])
             yield {"x": one + 0, "n": (cupy.arange(start, start + 5), "abcde")[0]}
 
@@ -217,7 +217,7 @@ def test_slots_and_elements_on_the_gpu(strategy: Any) -> None:
         assert isinstance(part, cupy.ndarray)
         assert part.dtype == np.int64
         found += strategy.collectives.all_gather_object(on_host(part).tolist(), "rows")
-    # Each worker goes through all of it.
+    # Each worker reads the whole dataset.
     rows = sorted(row for part in found for row in part)
     count = 1
     if strategy.num_replicas_in_sync > 1:
@@ -269,14 +269,14 @@ def test_memory_of_batches_is_used_again_only_when_they_are_done_with(
     totals, views = [], []
     for step, batch in enumerate(dataset):
         part = _local(placed, batch)
-        # A program that is far behind what it has been given.
+        # This program queues work far ahead of the GPU.
         totals.append((part * 2.0).sum())
         if step % 10 == 0:
             views.append((part[3:7], step))
         if step == 10:
             standin.reset()
     assert standin.counts.pinned_allocations <= feeding._MOST_STAGED
-    # Those in the views stay, and a few others.
+    # The batches in ``views`` are still in use, and a few others are kept.
     assert len(dataset._placer._feeder._ready) <= feeding._MOST_READY
     for step, total in enumerate(totals):
         rows = _own_rows(count * step, count * step + count, placed)
@@ -305,7 +305,7 @@ def test_workers_compare_the_first_batch_on_gpus_without_waiting_for_more(
         pytest.skip("parts for other replicas of a worker go through host memory")
 
     def batches(first: int, later: int) -> Iterator[Any]:
-        # What lies on the host is compared in every step.
+        # Parts of batches in host memory are compared in every step.
         yield {"x": cupy.full(6, first), "text": np.array(["a"] * 6)}
         for _ in range(4):
             yield {"x": cupy.full(6, later), "text": np.array(["b"] * 6)}

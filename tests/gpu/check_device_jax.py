@@ -1,9 +1,9 @@
 """Exchanges of JAX on a GPU: in XLA's stream, in XLA's memory.
 
-JAX has no GPU here, so its programs for CPUs stand for those of a GPU. They are
-compiled with the handler for GPUs, and what XLA would do around it is done by `_xla`:
-arguments come late, in a stream that the handler is told of as XLA tells it, and the
-next kernels of that stream read the results and write to the memory of the arguments.
+JAX has no GPU here, so its programs for CPUs stand in for programs on a GPU. They are
+compiled with the handler for GPUs, and `_xla` does the work of XLA around the handler:
+arguments arrive late, in a stream that the handler receives as it would from XLA, and
+the next kernels of this stream read the results and overwrite the arguments.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from hpcstrat.integrations.jax import primitive, xla_handler  # noqa: E402
 
 
 class _Xla:
-    """XLA's part on a GPU; its one stream, and how often it has called the handler."""
+    """XLA's part on a GPU: its single stream, and a count of the handler's calls."""
 
     def __init__(self) -> None:
         self.stream: Any = None
         self.calls = 0
-        # XLA keeps the handler for as long as the process.
+        # XLA keeps the handler until the process ends, so this reference must live as
+        # long.
         self.handler = ctypes.CFUNCTYPE(
             ctypes.c_void_p, ctypes.POINTER(xla_handler._Frame)
         )(self._called)
@@ -66,9 +67,11 @@ class _Xla:
                 self._later(np.copyto, copy, result)
             for memory in (*arguments, *results):
                 self._later(np.ndarray.fill, memory, 0xBB)
-            # Of this stream only: what the library has not tied to it is not awaited.
+            # Wait for this stream only, so that work not ordered with it is found
+            # missing.
             self.stream.synchronize()
-            # The program may read arguments again; some are the memory of results.
+            # Restore the arguments, which the program may read again, and copy the
+            # results; some arguments share memory with results.
             for copy, memory in zip(
                 (*values, *seen), (*arguments, *results), strict=True
             ):
@@ -87,7 +90,7 @@ class _Xla:
 
 
 def _memory(buffers: Any) -> list[Any]:
-    """Return XLA's arguments or results as bytes, without those that have none."""
+    """Return XLA's arguments or results as bytes, without arrays of no elements."""
     arrays = xla_handler._arrays(buffers, xla_handler._array)
     flat = [np.asarray(array).reshape(-1).view(np.uint8) for array in arrays]
     return [memory for memory in flat if memory.size]
@@ -95,7 +98,7 @@ def _memory(buffers: Any) -> list[Any]:
 
 @pytest.fixture(scope="session")
 def handled() -> _Xla:
-    """Make XLA's part known to JAX, under the name of the handler for GPUs."""
+    """Register XLA's part with JAX, under the name of the handler for GPUs."""
     made = _Xla()
     target = jax.ffi.pycapsule(made.handler)
     jax.ffi.register_ffi_target(xla_handler.GPU_TARGET, target, platform="cpu")
@@ -104,7 +107,7 @@ def handled() -> _Xla:
 
 @pytest.fixture
 def xla(strategy: Any, handled: _Xla, monkeypatch: Any) -> Iterator[_Xla]:
-    """Have functions compiled as for a GPU, and all streams run late."""
+    """Compile functions as for a GPU, and delay all streams."""
     strategy.reduce("sum", cupy.ones(3, cupy.float64), axis=None)
     handled.stream = cupy.cuda.Stream(non_blocking=True)
     handled.calls = 0
@@ -175,7 +178,7 @@ def test_arrays_without_elements_and_integers(strategy: Any, xla: Any) -> None:
 def test_a_call_between_jitted_functions_is_one_of_xla(
     strategy: Any, xla: Any, monkeypatch: Any
 ) -> None:
-    """Its results are XLA's memory, and it comes after exchanges inside of jit."""
+    """The results are in XLA's memory; the call comes after exchanges inside of jit."""
     size = strategy.num_replicas_in_sync
     monkeypatch.setattr(primitive, "is_on_host", lambda leaf: False)
     inside = jax.jit(lambda x: hsj.all_reduce(x, "sum", strategy))
@@ -202,11 +205,11 @@ def test_replicas_that_disagree_all_learn_of_it(strategy: Any, xla: Any) -> None
 def test_functions_are_compiled_for_gpus_with_the_handler_for_them(
     strategy: Any,
 ) -> None:
-    """By JAX's own rules, without XLA's compiler for GPUs, which is not here."""
+    """JAX's lowering rules compile this, because XLA has no compiler for GPUs here."""
     strategy.reduce("sum", cupy.ones(3), axis=None)
     step = jax.jit(lambda x: hsj.all_reduce({"w": x, "v": x}, "sum", strategy))
     text = step.trace(jnp.ones(3)).lower(lowering_platforms=("cuda",)).as_text()
     assert f"@{xla_handler.GPU_TARGET}(" in text
-    # Sums take the place of the arguments, behind the token that orders the calls.
+    # Sums reuse the memory of the arguments, after the token that orders the calls.
     assert "stablehlo.token" in text
     assert text.count("#stablehlo.output_operand_alias<") == 2

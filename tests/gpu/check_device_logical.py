@@ -1,4 +1,4 @@
-"""Logical replicas on a GPU give the bits of one process, as in host memory."""
+"""Logical replicas on a GPU have the bits of one process, as in host memory."""
 
 from __future__ import annotations
 

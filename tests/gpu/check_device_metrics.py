@@ -1,4 +1,4 @@
-"""Metrics and normalization of values on GPUs: the host's numbers, no waiting."""
+"""Metrics and normalization of values on GPUs equal the host's, without waiting."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PAIRS = (
 
 @pytest.fixture(params=["auto", "gpu"])
 def each(request: pytest.FixtureRequest, make_strategy: Any) -> Iterator[Any]:
-    """Yield a strategy whose variables come to be on the host, or on the GPU."""
+    """Yield a strategy that makes variables on the host, or on the GPU."""
     settings = hs.Settings(device=request.param, share_gpus=True)
     with make_strategy(settings=settings) as made:
         yield made
@@ -54,7 +54,7 @@ def _update(metrics: dict[str, Any], rank: int, step: int, put: Any) -> None:
     for name in ("Mean", "Sum"):
         metrics[name].update_state(p, sample_weight=w if step % 2 else None)
     metrics["Categorical"].update_state(y, p, w)
-    # Labels in one library, predictions in the other.
+    # Labels and predictions are arrays of different libraries.
     labels = true.argmax(axis=1)
     metrics["Sparse"].update_state(put(labels), p)
 

@@ -1,6 +1,6 @@
-"""Optimizers and the watch over copies, with variables on GPUs, at any number of ranks.
+"""Optimizers, and the comparison of copies, with variables on GPUs, on any ranks.
 
-Needs CuPy, or its stand-in on the path.
+The tests need CuPy, or its stand-in on the path.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHAPES = [(40, 30), (), (0, 3), (9001,), (3,)]
 
 @pytest.fixture
 def made(make_strategy: Any, job: Any) -> Iterator[Callable[..., Any]]:
-    """Yield a function that makes strategies with settings; closed after the test."""
+    """Yield a function that makes strategies with settings; close them at the end."""
     strategies: list[Any] = []
 
     def make(on_error: str = "abort", **chosen: Any) -> Any:
@@ -51,14 +51,14 @@ def made(make_strategy: Any, job: Any) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def several(job: Any) -> None:
-    """Skip what says nothing about one replica."""
+    """Skip a test that has no meaning for a single replica."""
     if job.size == 1:
         pytest.skip("one copy does not differ")
 
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    """Yield the list of this rank's log lines."""
+    """Yield a list that gets this rank's log lines."""
     found: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
@@ -69,7 +69,7 @@ def lines() -> Iterator[list[str]]:
 
 
 class Model:
-    """Variables in one kind of memory, and an optimizer."""
+    """Variables in host or GPU memory, with an optimizer."""
 
     def __init__(
         self, strategy: Any, make: Any, move: Any, shapes: Any, dtype: Any = "f"
@@ -84,23 +84,24 @@ class Model:
             self.optimizer = make()
 
     def gradients(self, step: int, rank: int) -> list[Any]:
-        """Return a replica's gradients, as NumPy's arrays."""
+        """Return a replica's gradients as NumPy arrays."""
         rng = np.random.default_rng(100 * step + rank)
-        # Sums of these are exact in any order, which differs between algorithms.
+        # Sums of these numbers are exact, so the different orders of algorithms do not
+        # matter.
         return [
             np.asarray(rng.integers(-64, 64, v.shape) / 64, self.dtype)
             for v in self.variables
         ]
 
     def step(self, gradients: list[Any]) -> bool:
-        """Make a step with these gradients."""
+        """Make a step with the given gradients."""
         moved = [self.move(gradient) for gradient in gradients]
         pairs = list(zip(moved, self.variables, strict=True))
         updated = self.strategy.run(self.optimizer.apply_gradients, (pairs,))
         return bool(self.strategy.local_value(updated))
 
     def state(self) -> dict[str, Any]:
-        """Return all values as NumPy's arrays."""
+        """Return all variables and slots as NumPy arrays."""
         slots = self.optimizer.checkpoint_variables()
         found = {name: v.numpy() for name, v in slots.items() if "sum/" not in name}
         return found | {v.name: v.numpy() for v in self.variables}
@@ -221,7 +222,7 @@ def test_gradients_in_other_memory_fail_on_all_ranks(strategy: Any, job: Any) ->
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("options", [{}, {"clip_global_norm": 1.0}], ids=str)
 def test_steps_do_not_wait_for_the_gpu(made: Any, rule: str, options: Any) -> None:
-    """Of the program's part: what the reduction waits for is its own affair."""
+    """A step's own code does not wait; the reduction may wait."""
     assert standin is not None
     strategy = made()
     model = Model(strategy, lambda: RULES[rule](**options), cupy.asarray, SHAPES)
@@ -234,13 +235,13 @@ def test_steps_do_not_wait_for_the_gpu(made: Any, rule: str, options: Any) -> No
         between = standin.counts.synchronizations
         strategy.run(_update_alone, (model.optimizer, pairs))
         found.append(standin.counts.synchronizations - between + between - start)
-        # The host is not to be a round ahead.
+        # Wait, so that the host is not a round ahead of the GPU.
         cupy.cuda.get_current_stream().synchronize()
     assert found[2:] == [0] * (LAG + 2)
 
 
 def _update_alone(optimizer: Any, pairs: Any) -> None:
-    """Make a step with a reduction that leaves gradients as they are."""
+    """Make a step with a reduction that returns copies of the gradients."""
     collectives = hs.get_strategy().collectives
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -253,7 +254,7 @@ def _update_alone(optimizer: Any, pairs: Any) -> None:
 
 @pytest.fixture
 def guarded(made: Any) -> Callable[..., Model]:
-    """Return a function that makes a model under a policy."""
+    """Return a function that makes a model with a policy."""
 
     def make(policy: str, rule: str = "adamw", **options: Any) -> Model:
         strategy = made(non_finite=policy)
@@ -319,7 +320,7 @@ def test_warnings_tell_what_was_applied(
 
 
 def large(strategy: Any, **more: Any) -> list[Any]:
-    """Return variables of many slices."""
+    """Return variables so large that their comparison takes many slices."""
     rng = np.random.default_rng(0)
     kinds = [((300, 400), "d"), ((), "f"), ((0,), "f"), ((70_000,), "e"), ((5,), "D")]
     with strategy.scope():
@@ -379,11 +380,11 @@ def test_slices_take_every_byte_once(made: Any, several: None) -> None:
 def test_what_is_compared_is_of_one_point_of_the_program(
     made: Any, job: Any, several: None
 ) -> None:
-    """Ranks that are far ahead of their GPUs, or not, hash the same bytes."""
+    """Ranks hash the same bytes, whether they are far ahead of their GPUs or not."""
     strategy = made()
     (x, *_) = large(strategy)
     for number in range(3 * round_length(strategy)):
-        # One rank's GPU is done with all, the other's is not.
+        # The GPU of one rank finishes all its work; the other GPUs do not.
         if number % job.size == job.rank:
             cupy.cuda.get_current_stream().synchronize()
         strategy.run(lambda: hs.get_replica_context().all_reduce("sum", np.float32(1)))
@@ -393,7 +394,7 @@ def test_what_is_compared_is_of_one_point_of_the_program(
 
 
 def test_copies_that_are_left_out_are_awaited(made: Any, several: None) -> None:
-    """Whoever gets their page-locked memory next knows nothing of them."""
+    """Copies in flight must end before other users get their page-locked memory."""
     strategy = made()
     (x, *_) = large(strategy)
     for _ in range(3):

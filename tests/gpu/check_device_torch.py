@@ -1,9 +1,10 @@
-"""The backend of torch.distributed with tensors on GPUs, by real groups and real DDP.
+"""The backend of torch.distributed with tensors on GPUs, in real groups and real DDP.
 
-torch has no GPU here, so its tensors of the host stand for those of a GPU: the group
-takes them for such, and reads their memory as that of the stand-in's device. torch's
-kernels are done at once, so each test lets a stream make values late where it matters,
-and waits for torch's stream only, to which the library must have tied its own.
+torch has no GPU here, so tensors in host memory stand in for tensors on a GPU: the
+group treats them as GPU tensors, and reads their memory as memory of the stand-in's
+device. torch's kernels finish at once. Therefore each test makes a stream write values
+late if the order matters, and then waits for torch's stream only, which the library
+must have ordered with its own streams.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[Any]:
-    """Make the default group, and its transports, for which streams may be awaited."""
+    """Make the default group and its transports, before tests delay streams."""
     torch.set_num_threads(1)
     dist.init_process_group("hpcstrat")
     made = dist.group.WORLD
@@ -45,7 +46,7 @@ def group() -> Iterator[Any]:
 
 @pytest.fixture
 def stream(group: Any, monkeypatch: Any) -> Iterator[Any]:
-    """Take tensors of the host for those of a GPU; yield torch's stream."""
+    """Treat host tensors as GPU tensors; yield torch's stream."""
     del group
     made = cupy.cuda.Stream(non_blocking=True)
     current = SimpleNamespace(cuda_stream=made.ptr, device_index=made.device_id)
@@ -61,7 +62,7 @@ def stream(group: Any, monkeypatch: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def stays(monkeypatch: Any) -> None:
-    """Refuse to take a tensor to the host."""
+    """Make a test fail if it copies a tensor to the host."""
 
     def read(self: Any, tensor: Any) -> Any:
         raise AssertionError(f"expected no tensor on the host, found {tensor.dtype}")
@@ -70,13 +71,14 @@ def stays(monkeypatch: Any) -> None:
 
 
 def _memory_of(tensor: Any) -> Any:
-    """Return a tensor's memory as that of this rank's device."""
+    """Return a tensor's memory as memory of this rank's device."""
     place, nbytes = tensor.data_ptr(), tensor.untyped_storage().nbytes()
     if nbytes and _store.find(place) is None:
         start = tensor.untyped_storage().data_ptr()
         block = _store._add(_store.Block("cuda", _store.foreign(start, nbytes), 0))
         block.device = cupy.cuda.runtime.getDevice()
-        # As long as the process: torch may use the memory again.
+        # Keep the storage until the process ends, so that torch does not reuse the
+        # memory.
         block.storage = tensor.untyped_storage()
     import ml_dtypes
 
@@ -87,7 +89,7 @@ def _memory_of(tensor: Any) -> Any:
 
 
 def _late(stream: Any, tensor: Any) -> Any:
-    """Let a stream make a tensor's values, after a while."""
+    """Make a stream write a tensor's values after a delay."""
     values = tensor.clone()
     tensor.zero_()
     stream._queue.put(lambda: tensor.copy_(values))
@@ -95,7 +97,7 @@ def _late(stream: Any, tensor: Any) -> Any:
 
 
 def _seen(stream: Any, *tensors: Any) -> list[Any]:
-    """Return what the next kernel of a stream reads; the one behind it writes there."""
+    """Return the values that the next kernel of a stream reads, then overwrite them."""
     seen = [torch.empty_like(tensor) for tensor in tensors]
 
     def read() -> None:
@@ -123,7 +125,7 @@ def test_sums_and_means_take_their_place_in_torchs_stream(
 
 
 def test_tensors_of_any_strides_are_copied_there_and_back() -> None:
-    """As torch does it: on the host here, in its stream on a GPU."""
+    """The copies run in torch's stream on a GPU; here they run on the host."""
     tensor = torch.zeros(4, 6)
     held = device_tensors.DeviceTensors()
     for part in (tensor[0], tensor[1::2, ::2], tensor[1:, 5]):
@@ -179,11 +181,11 @@ def _net() -> Any:
 def test_ddp_trains_as_one_process_does(
     group: Any, job: Any, request: Any, monkeypatch: Any, nccl: bool
 ) -> None:
-    """Sums of its buckets begin within the backward where NCCL carries them."""
+    """With NCCL, the sums of DDP's buckets start during the backward pass."""
     model = nn.parallel.DistributedDataParallel(
         _net(), gradient_as_bucket_view=True, bucket_cap_mb=1e-5
     )
-    # Not before: DDP looks at tensors on the host as it begins.
+    # Patch only now, because DDP reads tensors on the host when it is made.
     stream = request.getfixturevalue("stream")
     request.getfixturevalue("stays")
     if not nccl:
@@ -199,7 +201,7 @@ def test_ddp_trains_as_one_process_does(
         for one, optimizer, batch in zip(
             (model, alone), optimizers, (own, x), strict=True
         ):
-            # Buckets are the memory of gradients, which stays.
+            # Keep the gradients, because the buckets are their memory.
             optimizer.zero_grad(set_to_none=False)
             one(batch).square().mean().backward()
             stream.synchronize()
@@ -210,7 +212,7 @@ def test_ddp_trains_as_one_process_does(
 
 
 def _count(monkeypatch: Any, group: Any) -> list[Any]:
-    """Return a list of the sums that are started from here on."""
+    """Return a list that gets the sums that are started from now on."""
     started: list[Any] = []
     start: Callable[..., Any] = group.start_sum
 

@@ -1,6 +1,6 @@
-"""Tensors of torch on GPUs: calls take their place in torch's own stream.
+"""Tensors of torch on GPUs: calls are ordered with torch's own stream.
 
-With tensors that the stand-in makes, as torch itself has none here.
+The stand-in makes the tensors, because torch has no GPU here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 
 class Tensor:
-    """A tensor of torch on a GPU, over an array."""
+    """A tensor of torch on a GPU, over an array of CuPy."""
 
     device = SimpleNamespace(type="cuda")
 
@@ -33,7 +33,7 @@ class Tensor:
         return self.array.__dlpack_device__()
 
     def __dlpack__(self, *, stream: Any = None) -> Any:
-        # As torch does: the caller's stream waits for torch's own.
+        # Like torch: the caller's stream waits for torch's own stream.
         event = cupy.cuda.Event(disable_timing=True)
         event.record(cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream))
         cupy.cuda.get_current_stream().wait_event(event)
@@ -42,8 +42,8 @@ class Tensor:
 
 @pytest.fixture
 def side(strategy: Any, monkeypatch: Any) -> Iterator[Any]:
-    """Let torch compute on a stream of its own, and all streams run late."""
-    # Before they do: the first call makes what the others need.
+    """Make torch compute on a separate stream, and delay all streams."""
+    # First make one call without delays, which creates objects that later calls need.
     strategy.reduce("sum", cupy.ones(3, cupy.float64), axis=None)
     stream = cupy.cuda.Stream(non_blocking=True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -68,7 +68,7 @@ def _torch_backend() -> Any:
 def test_results_are_there_for_the_next_work_of_torchs_stream(
     strategy: Any, side: Any, path: str
 ) -> None:
-    """And what torch has given to it before is seen; nothing goes by the host."""
+    """The call sees torch's earlier work, and no value is copied through the host."""
     size, rank = strategy.num_replicas_in_sync, strategy.replica_id
     with side:
         array = cupy.zeros(5000, cupy.float32)
@@ -83,7 +83,8 @@ def test_results_are_there_for_the_next_work_of_torchs_stream(
         _torch_backend().mean(strategy, [Tensor(array)], 1)
         wanted /= size
     with side:
-        # The next kernel of the model reads it, and the one behind it writes there.
+        # The model's next kernel reads the array, and the kernel after it overwrites
+        # it.
         seen = array * 1
         array.fill(-1)
         host = cupy.asnumpy(seen)

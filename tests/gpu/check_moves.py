@@ -24,7 +24,7 @@ from tests.gpu.driving import (
 )
 from tests.mpi.ranks.effort import seeds
 
-# The transport that each goes by, see tests/gpu/jobs.py.
+# The transport that each mover needs, see tests/gpu/jobs.py.
 NAMES = {
     "nccl": "nccl",
     "staged": "host",
@@ -36,13 +36,13 @@ TYPES = st.sampled_from(["float32", "complex128", "int8", "bool", "uint16"])
 
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Team]:
-    """Yield all ranks as one worker."""
+    """Yield a team of all ranks as one worker."""
     yield from shared_team("host")
 
 
 @pytest.fixture(scope="module")
 def movers(crew: Team) -> Iterator[dict[str, Any]]:
-    """Yield what moves."""
+    """Yield the movers by their names."""
     topology, lane = crew.topology, crew.lane
     group = NcclGroup(topology.mpi, topology.replica_comm, lane)
     if not why_not_here("nccl", crew.size):
@@ -62,7 +62,7 @@ def movers(crew: Team) -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(params=NAMES)
 def mover(crew: Team, movers: dict[str, Any], request: Any) -> Any:
-    """Return one of them; skips where it cannot serve these ranks."""
+    """Return one mover; skip the test if it cannot serve these ranks."""
     require_here(NAMES[request.param], crew.size)
     return movers[request.param]
 
@@ -77,7 +77,7 @@ def _drive(crew: Team, steps: WaitSteps) -> None:
 
 
 def test_all_have_what_the_root_has(crew: Team, mover: Any) -> None:
-    """Whoever it is, whatever the number of arrays and their sizes."""
+    """Test any root, and any number and sizes of arrays."""
     import cupy
 
     @given(
@@ -95,7 +95,7 @@ def test_all_have_what_the_root_has(crew: Team, mover: Any) -> None:
             results = [cupy.empty(size, dtype) for dtype, size in kinds]
         steps = byte_movers.broadcast(mover, sources, results, root)
         _drive(crew, steps)
-        # The program goes on with its arrays at once.
+        # Copy at once, because the program may use its arrays right after the call.
         copies = [result.copy() for result in results]
         for (dtype, size), result in zip(kinds, copies, strict=True):
             np.testing.assert_array_equal(result.get(), _values(size, dtype, root))
@@ -104,7 +104,7 @@ def test_all_have_what_the_root_has(crew: Team, mover: Any) -> None:
 
 
 def test_all_have_what_each_has(crew: Team, mover: Any) -> None:
-    """In replica order, also where some have nothing."""
+    """Arrays are gathered in replica order, also if some replicas have no elements."""
     import cupy
 
     @given(dtype=TYPES, sizes=st.lists(SIZES, min_size=crew.size, max_size=crew.size))

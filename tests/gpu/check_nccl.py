@@ -1,4 +1,4 @@
-"""Sums by NCCL, also of one rank alone."""
+"""Sums by NCCL, on several ranks and on a single rank."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from tests.gpu.driving import (
 )
 from tests.mpi.ranks.effort import seeds
 
-# As the library has them; the tests try fewer, see conftest.py.
+# The library's default sizes of trial sums; tests use fewer, see conftest.py.
 ALL_BYTES = (4, 1 << 20, 64 << 20)
 
 
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Team]:
-    """Yield all ranks as one worker."""
+    """Yield a team of all ranks as one worker."""
     yield from shared_team("nccl")
 
 
@@ -53,7 +53,7 @@ def _connected(crew: Team) -> NcclGroup:
 
 @pytest.fixture(scope="module")
 def transport(crew: Team) -> Iterator[Any]:
-    """Yield the transport, whose communicator is made once."""
+    """Yield the transport, whose communicator is made only once."""
     made = NcclTransport(_connected(crew), crew.lane)
     yield made
     made.close()
@@ -74,7 +74,7 @@ def _sums(crew: Team, transport: Any, **given: Any) -> None:
 
 
 def test_sums_are_exact(crew: Team, transport: Any) -> None:
-    """For all types and sizes, in place or not, in one piece or several."""
+    """Test all types and sizes, in place or not, in one piece or several."""
     _sums(crew, transport)
 
 
@@ -88,12 +88,12 @@ def _started(crew: Team, transport: Any, *, kinds: Any, polls: int) -> None:
 
 
 def test_started_sums_end_beside_computation(crew: Team, transport: Any) -> None:
-    """While the program's stream and thread do other things, ranks at other times."""
+    """The program's stream and thread do other work; ranks arrive at various times."""
     _started(crew, transport)
 
 
 def test_the_host_waits_for_nothing(crew: Team, transport: Any) -> None:
-    """And one array in the type of its sum goes without being packed."""
+    """The host does not wait, and an array in the type of its sum is not packed."""
     standin = pytest.importorskip("cupy._standin", reason="needs the stand-in's counts")
     reduction = Reduction([("float32", 5000)], 1)
     warm = reduce_now(crew, transport, reduction)
@@ -110,7 +110,7 @@ def test_the_host_waits_for_nothing(crew: Team, transport: Any) -> None:
     reduction.check(crew.topology.replica_comm, results)
 
 
-# A large array among small ones, and one that is large and of a half type.
+# A large array among small ones, and a large array of a half type.
 _LIST = [("float32", 500), ("float32", 1 << 18), ("float32", 7), ("float16", 1 << 19)]
 
 
@@ -119,7 +119,7 @@ _LIST = [("float32", 500), ("float32", 1 << 18), ("float32", 7), ("float16", 1 <
 def test_large_arrays_of_a_list_are_summed_where_they_lie(
     crew: Team, transport: Any, mean: bool, in_place: bool
 ) -> None:
-    """One kernel packs the others; means are divided in place."""
+    """One kernel packs the small arrays; means are divided in place."""
     standin = pytest.importorskip("cupy._standin", reason="needs the stand-in's counts")
     reduction = Reduction(_LIST, 3, mean=mean, in_place=in_place, piece_bytes=8 << 20)
     reduction.check(crew.topology.replica_comm, reduce_now(crew, transport, reduction))
@@ -127,7 +127,8 @@ def test_large_arrays_of_a_list_are_summed_where_they_lie(
     work = reduction.work(crew.size, sources, results)
     standin.reset()
     crew.channel.drive(reduce_on_device(work, crew.channel, transport), work.call)
-    # The large one by itself; the small ones; those of a half type, as float32.
+    # One sum for the large array, one for the small ones, one in float32 for the half
+    # type.
     assert standin.counts.collectives == 3
     assert standin.counts.launches == 4 + mean
     reduction.check(crew.topology.replica_comm, results)
@@ -138,7 +139,7 @@ def test_large_arrays_of_a_list_are_summed_where_they_lie(
 def test_nccl_adds_half_types_itself_where_it_is_told_to(
     crew: Team, transport: Any, monkeypatch: Any, dtype: str, mean: bool
 ) -> None:
-    """In their own types, in half the bytes, and without a kernel of ours."""
+    """NCCL adds half types directly, in half the bytes, without our kernels."""
     ml_dtypes = pytest.importorskip("ml_dtypes")
     import cupy
 
@@ -166,7 +167,7 @@ def test_nccl_adds_half_types_itself_where_it_is_told_to(
     total = numbers * crew.size + 4 * sum(range(crew.size))
     wanted = (total / (crew.size if mean else 1)).astype(name)
     for result in results:
-        # NCCL averages divide first.
+        # NCCL divides before it adds to compute averages.
         near = abs(result.get().astype("f8") - wanted.astype("f8"))
         assert (near <= abs(wanted.astype("f8")) * 2.0**-7 * crew.size).all()
     assert calls == [(9000, 9 if dtype == "bfloat16" else 6)]
@@ -175,7 +176,7 @@ def test_nccl_adds_half_types_itself_where_it_is_told_to(
 def test_pieces_that_follow_one_another_are_of_two_lanes(
     crew: Team, transport: Any, monkeypatch: Any
 ) -> None:
-    """So that one is packed while another is summed."""
+    """Pieces alternate between lanes: one is packed while another is summed."""
     streams: list[int] = []
     comm = transport.group._comm
     all_reduce = comm.allReduce
@@ -189,7 +190,7 @@ def test_pieces_that_follow_one_another_are_of_two_lanes(
     reduction = Reduction(kinds, 5, mean=True, piece_bytes=1000)
     results = reduce_now(crew, transport, reduction)
     reduction.check(crew.topology.replica_comm, results)
-    # Other ranks wait for both.
+    # Both lanes have a high priority, because other ranks wait for them.
     runtime = pytest.importorskip("cupy.cuda.runtime")
     lanes = transport._lanes[1:]
     assert all(runtime.streamGetPriority(one.stream.ptr) < 0 for one in lanes)
@@ -212,7 +213,7 @@ def _awaited(crew: Team, steps: WaitSteps) -> None:
 def test_what_one_rank_cannot_do_is_an_error_on_all(
     crew: Team, monkeypatch: Any, where: str
 ) -> None:
-    """Also where it finds out only when the communicator is made."""
+    """The rank may notice the problem only when the communicator is made."""
     from cupy.cuda import nccl
 
     from hpcstrat.engine.gpu import library
@@ -227,7 +228,7 @@ def test_what_one_rank_cannot_do_is_an_error_on_all(
             found = "can't start new thread"
             monkeypatch.setattr(nccl_trial.threading, "Thread", _NoThread)
 
-        # One that fails takes the others with it in NCCL, in one way or another.
+        # In NCCL, a failure of one rank makes the other ranks fail, too.
         def _fails(size: int, identity: Any, rank: int) -> Any:
             del size, identity, rank
             raise RuntimeError("no route" if last else "another rank has failed")
@@ -238,7 +239,7 @@ def test_what_one_rank_cannot_do_is_an_error_on_all(
     with pytest.raises(EveryRankError, match=rf"{found}.*NCCL_DEBUG=INFO"):
         _awaited(crew, group.connect())
     monkeypatch.undo()
-    # All are at the same point: the next calls serve.
+    # All ranks are at the same point, so their next calls work.
     _connected(crew).close()
 
 
@@ -259,7 +260,7 @@ def _goes_without_nccl(crew: Team, comm: Any, why: str, **options: Any) -> None:
 def test_where_nccl_fails_all_ranks_do_without(
     crew: Team, job: Any, monkeypatch: Any
 ) -> None:
-    """Also in broadcasts and gathers, which nobody can choose."""
+    """Broadcasts and gathers, whose mover cannot be chosen, work without NCCL, too."""
     from cupy.cuda import nccl
 
     def _fails(size: int, identity: Any, rank: int) -> Any:
@@ -273,7 +274,7 @@ def test_where_nccl_fails_all_ranks_do_without(
 def test_where_nccl_does_not_return_all_ranks_do_without(
     crew: Team, job: Any, monkeypatch: Any
 ) -> None:
-    """One of them, or all; what comes of it later is thrown away."""
+    """One rank or all ranks hang in NCCL; late communicators are aborted."""
     from cupy.cuda import nccl
 
     goes_on, aborted = threading.Event(), threading.Event()
@@ -296,7 +297,7 @@ def test_where_nccl_does_not_return_all_ranks_do_without(
 
 @pytest.fixture
 def communicators(monkeypatch: Any) -> list[Any]:
-    """Return the list of NCCL's communicators that are made from here on."""
+    """Return a list that gets the NCCL communicators that are made from now on."""
     from cupy.cuda import nccl
 
     made: list[Any] = []
@@ -330,7 +331,7 @@ def test_nccl_that_does_not_sum_is_left_out_on_all_ranks(
     why: str,
     last: bool,
 ) -> None:
-    """Though it has joined them; all abort it that come out of its calls."""
+    """NCCL has joined the ranks, but fails in its trial; the ranks abort it."""
     pytest.importorskip("cupy._standin", reason="needs the stand-in's faults")
     rank = crew.size - 1 if last else 0
     monkeypatch.setenv("HPCSTRAT_STANDIN_NCCL_FAULT", f"{fault} {rank}")
@@ -341,14 +342,14 @@ def test_nccl_that_does_not_sum_is_left_out_on_all_ranks(
     stuck = fault.endswith("stuck")
     while made.comm and not stuck and time.monotonic() < deadline:
         time.sleep(0.01)
-    # Nothing is freed that a call may still use.
+    # A rank that is stuck in a call does not free the communicator it still uses.
     assert bool(made.comm) == stuck
 
 
 def test_the_trial_ends_before_the_wait_for_other_ranks(
     crew: Team, job: Any, monkeypatch: Any
 ) -> None:
-    """Which would end the job, where NCCL can be left out."""
+    """The trial ends before the rank's wait limit, which would end the job."""
     pytest.importorskip("cupy._standin", reason="needs the stand-in's faults")
     monkeypatch.setenv("HPCSTRAT_STANDIN_NCCL_FAULT", "tree endless 0")
     settings = hs.Settings(limit_seconds=4.0)
@@ -359,7 +360,7 @@ def test_the_trial_ends_before_the_wait_for_other_ranks(
 def test_sums_of_three_sizes_come_first(
     crew: Team, job: Any, monkeypatch: Any, communicators: list[Any]
 ) -> None:
-    """Before NCCL is chosen, and NCCL has connected the ranks in them."""
+    """Trial sums run before NCCL is chosen, and they connect the ranks."""
     pytest.importorskip("cupy._standin", reason="needs the stand-in")
     monkeypatch.setattr(nccl_trial, "_TRIAL_BYTES", ALL_BYTES)
     import cupy
@@ -375,7 +376,7 @@ def test_sums_of_three_sizes_come_first(
 
 
 def test_nccl_can_be_left_out(crew: Team, job: Any) -> None:
-    """By a setting, where it is there and works."""
+    """A setting turns off NCCL, although NCCL works."""
     without = hs.Settings(nccl=False)
     why = "the setting nccl is off"
     _goes_without_nccl(crew, job.Dup(), why, settings=without)
@@ -383,7 +384,7 @@ def test_nccl_can_be_left_out(crew: Team, job: Any) -> None:
 
 @pytest.fixture
 def lane() -> Any:
-    """Return a lane on this rank's GPU, also where it is alone."""
+    """Return a lane on this rank's GPU, also if the rank is alone."""
     cupy = pytest.importorskip("cupy")
     from mpi4py import MPI
 
@@ -398,7 +399,7 @@ def _alone(steps: WaitSteps) -> None:
 
 
 def test_an_error_of_nccl_says_what_to_do(lane: Lane) -> None:
-    """Found at the next call, on the rank that has it."""
+    """The rank with the error raises it at its next call."""
     group = NcclGroup(None, None, lane)
     _alone(group.connect())
 
@@ -424,7 +425,7 @@ class _Failed:
 def test_an_error_of_nccl_is_found_while_calls_do_not_end(
     lane: Lane, survives: bool
 ) -> None:
-    """By the rank itself, where it awaits their end; else the watchdog is told."""
+    """The rank finds the error itself if it awaits the calls, or tells the watchdog."""
     group = NcclGroup(None, None, lane, survives=survives)
     _alone(group.connect())
     assert nccl_failure() == ""
@@ -440,7 +441,7 @@ def test_an_error_of_nccl_is_found_while_calls_do_not_end(
     assert ("SYSTEM_ERROR" in nccl_failure()) == (not survives)
     with pytest.raises(hs.CollectiveError, match="SYSTEM_ERROR"):
         group.all_reduce([], lane)
-    # From here on the program knows.
+    # Now the program knows the error, so the watchdog must not report it.
     assert nccl_failure() == ""
     never_ends.set()
     group.abandon()
@@ -448,7 +449,7 @@ def test_an_error_of_nccl_is_found_while_calls_do_not_end(
 
 @pytest.mark.parametrize("mean", [False, True])
 def test_one_rank_alone_goes_the_same_way(lane: Lane, mean: bool) -> None:
-    """Which is what a machine with one GPU can test."""
+    """A machine with one GPU can test only this case."""
     group = NcclGroup(None, None, lane)
     _alone(group.connect())
     transport = NcclTransport(group, lane)
@@ -465,7 +466,7 @@ def test_one_rank_alone_goes_the_same_way(lane: Lane, mean: bool) -> None:
 
 
 def test_communicators_are_aborted_side_by_side(lane: Lane) -> None:
-    """One whose abort waits for a kernel of another keeps nobody from aborting that."""
+    """An abort that waits for another communicator does not delay that one's abort."""
 
     class _Waiting:
         def __init__(self, other: _Waiting | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Results of calls on GPUs, and calls that differ between ranks."""
+"""Memory of results of calls on GPUs, and calls that differ between ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_held_results_are_left_alone(strategy: Any) -> None:
     size = strategy.num_replicas_in_sync
     total = _total(strategy, 1)
     view, part = total[None], total[:10]
-    # Such as cupy.lib.stride_tricks.as_strided makes.
+    # cupy.lib.stride_tricks.as_strided makes arrays like this one.
     bare = cupy.ndarray((ELEMENTS,), cupy.float32, memptr=total.data)
     del total
     for number in (2, 3):

@@ -1,4 +1,4 @@
-"""The sum by messages with device memory, at any number of ranks."""
+"""Sums by MPI messages with device memory, at any number of ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LIMITS = {
 
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Team]:
-    """Yield all ranks as one worker."""
+    """Yield a team of all ranks as one worker."""
     yield from shared_team("mpi")
 
 
@@ -55,7 +55,7 @@ def transports(crew: Team) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("limits", LIMITS)
 def test_sums_are_exact(crew: Team, transports: Any, limits: str) -> None:
-    """For all types and sizes, in place or not, in one piece or several."""
+    """Test all types and sizes, in place or not, in one piece or several."""
 
     @given(
         kinds=KINDS,
@@ -75,7 +75,7 @@ def test_sums_are_exact(crew: Team, transports: Any, limits: str) -> None:
 
 @pytest.mark.parametrize("limits", LIMITS)
 def test_bits_are_those_of_all_ranks(crew: Team, transports: Any, limits: str) -> None:
-    """Also where the order of a sum changes its bits, and for what is no number."""
+    """All ranks have equal bits, also for NaN, and if the order changes the sum."""
     import cupy
 
     generator = np.random.default_rng(crew.rank)
@@ -125,12 +125,12 @@ def _started(
 
 
 def test_started_sums_end_beside_computation(crew: Team, transports: Any) -> None:
-    """While the program's stream and thread do other things, ranks at other times."""
+    """The program's stream and thread do other work; ranks arrive at various times."""
     _started(crew, transports)
 
 
 def test_megabytes_go_in_flights(crew: Team, transports: Any) -> None:
-    """A ring in its default sizes, whose segments are several chunks."""
+    """Test a ring with its default sizes, whose segments have several chunks."""
     reduction = Reduction([("float32", (1 << 20) + 13)], 5, piece_bytes=64 << 20)
     results = reduce_now(crew, transports["default"], reduction)
     reduction.check(crew.topology.replica_comm, results)

@@ -1,4 +1,4 @@
-"""Sums on the host with copies there and back, by every algorithm of the host."""
+"""Sums on the host with copies from and to the GPU, by every algorithm of the host."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ PART_BYTES = {"one_part": 8 << 20, "small_parts": 1024}
 
 @pytest.fixture(scope="module", params=[None, 1, 2], ids=["worker", "lonely", "two"])
 def crew(request: Any) -> Iterator[Team]:
-    """Yield all ranks as one worker, as lonely ones, and as workers of two."""
+    """Yield a team: all ranks as one worker, as single ranks, or in workers of two."""
     yield from shared_team("host", request.param)
 
 
 @pytest.fixture(scope="module")
 def transports(crew: Team) -> Iterator[dict[tuple[str, str], Any]]:
-    """Yield a transport for each algorithm of the host, and size of parts."""
+    """Yield a transport for each algorithm of the host, and each size of parts."""
     made = {
         (name, parts): _transport(crew, name, PART_BYTES[parts])
         for name in _CHOOSERS
@@ -53,7 +53,7 @@ def transports(crew: Team) -> Iterator[dict[tuple[str, str], Any]]:
 
 
 def _transport(crew: Team, name: str, part_bytes: int) -> StagingTransport:
-    # Several pieces of the host in a part, and places that come again soon.
+    # Small pieces: a part has several of them, and places in memory are reused soon.
     options = CommunicationOptions(bytes_per_pack=256)
 
     def _choose(nbytes: int, exact: bool) -> tuple[Algorithm, int]:
@@ -67,7 +67,7 @@ def _transport(crew: Team, name: str, part_bytes: int) -> StagingTransport:
 @pytest.mark.parametrize("parts", PART_BYTES)
 @pytest.mark.parametrize("name", _CHOOSERS)
 def test_sums_are_exact(crew: Team, transports: Any, name: str, parts: str) -> None:
-    """For all types and sizes, in place or not, in one piece or several."""
+    """Test all types and sizes, in place or not, in one piece or several."""
 
     @given(
         kinds=KINDS,
@@ -89,7 +89,7 @@ def test_sums_are_exact(crew: Team, transports: Any, name: str, parts: str) -> N
 def test_started_sums_end_beside_computation(
     crew: Team, transports: Any, name: str
 ) -> None:
-    """While the program's stream and thread do other things, ranks at other times."""
+    """The program's stream and thread do other work; ranks arrive at various times."""
 
     @given(
         kinds=st.lists(KINDS, min_size=1, max_size=3),
@@ -108,7 +108,7 @@ def test_started_sums_end_beside_computation(
 
 
 def test_calls_of_the_host_go_on_in_between(crew: Team, transports: Any) -> None:
-    """Staged parts and small calls of the host take turns in the same shared memory."""
+    """Staged parts and small calls on the host use the same shared memory in turn."""
     import numpy as np
 
     from hpcstrat.engine.reduction.replica_collectives import Collectives
@@ -125,7 +125,7 @@ def test_calls_of_the_host_go_on_in_between(crew: Team, transports: Any) -> None
 
 
 def test_page_locked_memory_is_bounded(crew: Team) -> None:
-    """Two parts, however large the piece."""
+    """A transport page-locks two parts, however large the piece is."""
     standin = pytest.importorskip("cupy._standin", reason="needs the stand-in's counts")
     transport = _transport(crew, "library", 64 << 10)
     reduction = Reduction([("float64", 100_003)], 1)

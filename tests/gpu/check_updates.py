@@ -1,6 +1,6 @@
-"""Optimizers on arrays of a GPU, in one process, against the same on the host.
+"""Optimizers on GPU arrays in one process, compared with the same ones on the host.
 
-Needs CuPy, or its stand-in, which `test_updates.py` puts on the path.
+The tests need CuPy, or its stand-in, which `test_updates.py` puts on the path.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RULES: dict[str, Any] = {
     "adamw": lambda **o: optimizers.AdamW(0.02, 0.1, epsilon=1e-4, exclude=["v1"], **o),
     "lamb": lambda **o: optimizers.LAMB(0.05, 0.1, epsilon=1e-4, exclude=["v0"], **o),
 }
-# Their norms are added up in another order than on the host.
+# Rules with norms, which are summed in another order than on the host.
 WITH_NORMS = ("lamb",)
 
 quick = settings(
@@ -47,7 +47,7 @@ quick = settings(
 
 
 def drawn(rng: np.random.Generator, shape: Any, dtype: Any) -> Any:
-    """Return random numbers, none of them tiny."""
+    """Return random numbers between 0.5 and 2 with random signs."""
     return rng.uniform(0.5, 2, shape).astype(dtype) * rng.choice([-1, 1], shape).astype(
         dtype
     )
@@ -66,7 +66,7 @@ class Twins:
         self.optimizers = make(**options), make(**options)
 
     def step(self, gradients: list[Any]) -> None:
-        """Make a step of both."""
+        """Make a step with both optimizers."""
         one, other = self.optimizers
         with np.errstate(all="ignore"):
             one.apply_gradients(zip(gradients, self.host, strict=True))
@@ -84,7 +84,7 @@ class Twins:
             yield name, variable.numpy(), state[name].numpy()
 
     def check(self, exact: bool = True) -> None:
-        """Demand equal bits, or but for some roundings equal values."""
+        """Assert equal bits, or values that are equal except for rounding."""
         for name, first, second in self.all():
             assert first.dtype == second.dtype
             assert first.shape == second.shape
@@ -98,7 +98,7 @@ class Twins:
 
 
 def on_gpu(gradient: Any) -> Any:
-    """Return a gradient on the GPU."""
+    """Return the gradient as an array on the GPU."""
     if isinstance(gradient, hs.IndexedSlices):
         values, indices = cupy.asarray(gradient.values), cupy.asarray(gradient.indices)
         return hs.IndexedSlices(values, indices, gradient.dense_shape)
@@ -140,7 +140,7 @@ def test_rules_round_as_on_the_host(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in WITH_NORMS])
 def test_extreme_numbers_round_as_on_the_host(rule: str, dtype: str) -> None:
-    """Subnormal numbers, halves between two numbers, infinity; not the bits of NaN."""
+    """Test subnormal numbers, ties and infinity; the bits of NaN may differ."""
     kind = np.dtype(dtype)
     bits = np.random.default_rng(3).integers(0, 1 << 16, 20_000).astype(np.uint16)
     if kind.itemsize == 2:
@@ -169,7 +169,7 @@ def test_extreme_numbers_round_as_on_the_host(rule: str, dtype: str) -> None:
     ids=str,
 )
 def test_factors_of_half_types_are_those_of_the_host(rule: str, options: Any) -> None:
-    # In the range of `drawn` sums of squares are exact, in whatever order.
+    # Sums of squares of numbers from `drawn` are exact in any order.
     rng = np.random.default_rng(5)
     shapes = (9000,), (3, 5)
     twins = Twins(RULES[rule], [drawn(rng, each, "e") for each in shapes], **options)
@@ -232,7 +232,7 @@ def test_complex_variables_and_those_in_host_memory_take_part(
     rng = np.random.default_rng(1)
     values = [np.arange(1, 7).reshape(2, 3) * (1 + 0.5j), np.ones(4), np.ones(4, "f")]
     twins = Twins(RULES[rule], values, clip_global_norm=limit)
-    # The one in the middle stays in host memory in both.
+    # The second variable is in host memory in both optimizers.
     twins.device[1] = hs.Variable(np.ones(4), name="v1")
     for _ in range(3):
         gradients = [
@@ -253,7 +253,7 @@ def test_complex_variables_and_those_in_host_memory_take_part(
 
 
 class Signs(optimizers.Optimizer):
-    """A rule of a user, who knows nothing of GPUs."""
+    """A user's rule whose code knows nothing of GPUs."""
 
     state = {"last": 0.0}  # noqa: RUF012
 
@@ -264,21 +264,21 @@ class Signs(optimizers.Optimizer):
 
 
 class Ascent(optimizers.Adam):
-    """Another rule than that of its base."""
+    """A rule that overrides the update of its base."""
 
     def update(self, step: Any, gradient: Any, value: Any, *slots: Any) -> None:
         value += gradient
 
 
 class Reversed(optimizers.AdamW):
-    """Another direction than that of its base."""
+    """A rule that overrides the direction of its base."""
 
     def _direction(self, step: Any, gradient: Any, m: Any, v: Any) -> None:
         gradient *= -1
 
 
 class Renamed(optimizers.AdamW):
-    """The rule of its base."""
+    """A subclass that keeps the rule of its base."""
 
 
 @pytest.mark.parametrize("kind", [Signs, Ascent, Reversed, Renamed])

@@ -21,13 +21,13 @@ from tests.mpi.ranks.conftest import (
     topology,
 )
 
-# Of the stand-in; with CuPy itself, the machine has what it has.
+# Devices of the stand-in; CuPy itself uses the machine's GPUs.
 os.environ.setdefault("HPCSTRAT_STANDIN_DEVICES", "4")
 
 
 @pytest.fixture(autouse=True, scope="session")
 def short_trial() -> Iterator[None]:
-    """Let the trial of NCCL leave out its largest sum: many strategies are made."""
+    """Skip the largest sum of NCCL's trial, because the tests make many strategies."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nccl_trial, "_TRIAL_BYTES", (4, 1 << 20))
         yield

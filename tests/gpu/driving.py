@@ -1,4 +1,4 @@
-"""Drives transports as the strategies do: header, steps, results in stream order."""
+"""Helpers that drive transports like strategies: header, steps, ordered results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DTYPES = (
     *("float32", "float64", "float16", "complex64", "complex128"),
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
 )
-# None, one, fewer than ranks, as many, not divisible, several chunks and pieces.
+# Zero, one, fewer than ranks, as many, not divisible, several chunks and pieces.
 SIZES = (0, 1, 2, 3, 4, 5, 7, 63, 64, 65, 1000, 4099)
 KINDS = st.lists(
     st.tuples(st.sampled_from(DTYPES), st.sampled_from(SIZES)), min_size=1, max_size=4
@@ -53,12 +53,12 @@ class Team:
 
     @property
     def size(self) -> int:
-        """Number of replicas."""
+        """Number of replicas in the team."""
         return int(self.topology.num_replicas)
 
     @property
     def rank(self) -> int:
-        """This replica."""
+        """Number of this replica, from 0."""
         return int(self.topology.replica_id)
 
 
@@ -67,7 +67,8 @@ def shared_team(
 ) -> Iterator[Team]:
     """Yield a team of all ranks, for a fixture; collective over the job.
 
-    Skips where their GPUs cannot be served by a transport, see tests/gpu/jobs.py.
+    The fixture skips its test if the transport cannot serve the ranks' GPUs, see
+    tests/gpu/jobs.py.
     """
     cupy = pytest.importorskip("cupy")
     from mpi4py import MPI
@@ -91,13 +92,13 @@ def shared_team(
 
 
 def require_here(transport: str, size: int) -> None:
-    """Skip where a transport cannot serve so many ranks on the GPUs of this process."""
+    """Skip a test if the transport cannot serve ``size`` ranks on these GPUs."""
     if reason := why_not_here(transport, size):
         pytest.skip(reason)
 
 
 def why_not_here(transport: str, size: int) -> str:
-    """Say why a transport cannot serve so many ranks on the GPUs of this process."""
+    """Return why the transport cannot serve ``size`` ranks here, or ""."""
     import cupy
 
     gpus = cupy.cuda.runtime.getDeviceCount()
@@ -105,7 +106,7 @@ def why_not_here(transport: str, size: int) -> str:
 
 
 def values(kind: tuple[str, int], replica: int, seed: int) -> Any:
-    """Return one replica's array: whole numbers, whose sums are exact in all types."""
+    """Return one replica's array of integers, whose sums are exact in all types."""
     dtype, size = np.dtype(kind[0]), kind[1]
     generator = np.random.default_rng([seed, replica])
     low = 0 if dtype.kind == "u" else -40
@@ -128,7 +129,7 @@ def expected(kind: tuple[str, int], size: int, seed: int, *, mean: bool) -> Any:
 
 @dataclass
 class Reduction:
-    """One call: what goes in, and where the results go."""
+    """One reduction: the kinds of its arrays, and where the results go."""
 
     kinds: Kinds
     seed: int
@@ -137,7 +138,7 @@ class Reduction:
     piece_bytes: int = 1 << 20
 
     def arrays(self, rank: int) -> tuple[list[Any], list[Any]]:
-        """Return sources, as the program's stream makes them, and results."""
+        """Return source arrays, made in the program's stream, and result arrays."""
         import cupy
 
         sources = [
@@ -156,7 +157,7 @@ class Reduction:
         return sources, results
 
     def work(self, size: int, sources: Any, results: Any) -> Work:
-        """Return the work of it."""
+        """Return the work of this reduction."""
         signatures = [(np.dtype(dtype), (length,)) for dtype, length in self.kinds]
         call = describe_call("test", f"{self.kinds} {self.seed} {self.mean}")
         pieces = tuple(cut(signatures, self.mean, self.piece_bytes))
@@ -164,7 +165,7 @@ class Reduction:
         return Work(call, pieces, sources, results, self.piece_bytes, divisor)
 
     def check(self, comm: Any, results: Sequence[Any]) -> None:
-        """Compare the results with NumPy's, and their bits with the other ranks'."""
+        """Compare the results with NumPy's, and their bits with other ranks' bits."""
         hosts = [result.get() for result in results]
         for kind, host in zip(self.kinds, hosts, strict=True):
             wanted = expected(kind, comm.size, self.seed, mean=self.mean)
@@ -174,7 +175,7 @@ class Reduction:
 
 
 def same_bits(comm: Any, hosts: Sequence[Any]) -> None:
-    """Compare arrays with those of the other ranks, bit by bit."""
+    """Assert that arrays have the same bits as those of the other ranks."""
     bits = [host.tobytes() for host in hosts]
     assert comm.bcast(bits, 0) == bits
 
@@ -182,7 +183,7 @@ def same_bits(comm: Any, hosts: Sequence[Any]) -> None:
 def reduce_now(
     team: Team, transport: Any, reduction: Reduction, **options: Any
 ) -> list[Any]:
-    """Make a call that waits, as `Collectives` does."""
+    """Make a call that waits for its end, like `Collectives`."""
     sources, results = reduction.arrays(team.rank)
     work = reduction.work(team.size, sources, results)
     if work.pieces:
@@ -194,7 +195,7 @@ def reduce_now(
 def reduce_many(
     team: Team, transport: Any, reductions: Sequence[Reduction], polls: int
 ) -> None:
-    """Start calls, compute beside them, and check them."""
+    """Start calls, compute at the same time, and check the results."""
     import cupy
 
     from hpcstrat.engine.gpu.streams import Mark

@@ -1,4 +1,4 @@
-"""A GPU that waits, and what makes the program wait for it."""
+"""A GPU stream that is held back, and counts of a program's waits for the GPU."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _WAITS = {
 
 @contextmanager
 def held_stream() -> Iterator[threading.Event]:
-    """Let nothing of the current stream run before an event, which is set at the end.
+    """Hold back all work of the current stream until an event, which is set at the end.
 
-    Whoever waits for the stream before that waits for the end of the test.
+    A thread that waits for the stream before the event waits for the end of the test.
     """
     goes_on = threading.Event()
     came: list[bool] = []
@@ -41,7 +41,7 @@ def held_stream() -> Iterator[threading.Event]:
 
 @dataclass
 class Waits:
-    """How often this thread, and others, have waited for the GPU."""
+    """Counts of waits for the GPU, of this thread and of other threads."""
 
     here: list[str] = field(default_factory=list)
     elsewhere: list[str] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Waits:
 
 @contextmanager
 def counted_waits(patch: pytest.MonkeyPatch) -> Iterator[Waits]:
-    """Count what the stand-in takes note of; skips with CuPy itself."""
+    """Count the waits that the stand-in records; skip the test with CuPy itself."""
     standin = pytest.importorskip("cupy._standin", reason="needs the stand-in")
     found, here, count = Waits(), threading.current_thread(), standin.count
 
@@ -65,5 +65,5 @@ def counted_waits(patch: pytest.MonkeyPatch) -> Iterator[Waits]:
 
 
 def on_host(value: Any) -> Any:
-    """Return an array of NumPy."""
+    """Return a value as a NumPy array."""
     return cupy.asnumpy(value) if isinstance(value, cupy.ndarray) else np.asarray(value)

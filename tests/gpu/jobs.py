@@ -1,4 +1,4 @@
-"""Jobs of MPI with arrays on GPUs: CuPy's where there is a GPU, else the stand-in's."""
+"""MPI jobs with arrays on GPUs: CuPy's if there is a GPU, else the stand-in's."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ _SHARED = {
 TRANSPORTS = {
     # NCCL, with a GPU for each rank.
     "nccl": {"HPCSTRAT_STANDIN_DEVICES": "4"},
-    # Through host memory.
+    # Copies through host memory.
     "host": {**_SHARED, "HPCSTRAT_MPI_READS_GPU": "no"},
-    # By messages of MPI out of the memory of GPUs.
+    # MPI messages directly from GPU memory.
     "mpi": {**_SHARED, "HPCSTRAT_MPI_READS_GPU": "yes"},
 }
 
 
 def why_not(transport: str, n: int, gpus: int, *, standin: bool = False) -> str:
-    """Say why a transport cannot serve n ranks on so many GPUs, if it cannot."""
+    """Return why a transport cannot serve n ranks on so many GPUs, or ""."""
     if transport == "nccl" and gpus < n:
         return f"NCCL needs a GPU for each of {n} ranks, found {gpus}"
     told = os.environ.get("HPCSTRAT_MPI_READS_GPU") == "yes"
     if transport == "mpi" and not (standin or told):
-        # A library that cannot would end the tests.
+        # An MPI library without this ability would crash the tests.
         return "needs an MPI that reads the memory of GPUs: HPCSTRAT_MPI_READS_GPU=yes"
     return ""
 
 
 def require(transport: str, n: int) -> None:
-    """Skip a test of n ranks where a transport cannot serve them on this machine."""
-    # Where there is no GPU, the stand-in has what each needs.
+    """Skip a test of n ranks if a transport cannot serve them on this machine."""
+    # Without a GPU, the stand-in has all devices that the transports need.
     if num_gpus() and (reason := why_not(transport, n, num_gpus())):
         pytest.skip(reason)
 
 
 def environment(settings: Mapping[str, str]) -> dict[str, str]:
-    """Return settings, and what programs need to find CuPy, or its stand-in."""
+    """Return settings and variables with which programs find CuPy, or its stand-in."""
     env = {"HPCSTRAT_STANDIN_DELAY": "0.0001", **settings}
     if not num_gpus():
         paths = [ROOT / "tests/gpu/standin", ROOT, os.environ.get("PYTHONPATH", "")]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, map(str, paths)))
-        # What was found out with the stand-in, and its kernels, stay apart.
+        # Keep the stand-in's probe results and kernels in a separate cache.
         cache = f"hpcstrat-standin-{os.getuid()}"
         env["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / cache)
     return env
@@ -63,18 +63,18 @@ def environment(settings: Mapping[str, str]) -> dict[str, str]:
 def job_of_ranks(
     n: int, settings: Mapping[str, str], *more: str
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the environment, and the options, of a job of rank tests."""
+    """Return the environment and the options of a job of rank tests."""
     env = environment(settings)
     if 0 < num_gpus() < n:
         env.setdefault("HPCSTRAT_SHARE_GPUS", "1")
-    # The stand-in's kernels are slower by far than what the tests were made for.
+    # The stand-in's kernels are much slower than the GPU kernels the tests assume.
     return env, ["-rs", "-o", "faulthandler_timeout=400", *more]
 
 
 def num_passed(
     n: int, files: Sequence[str], settings: Mapping[str, str], *more: str
 ) -> int:
-    """Run rank tests on n ranks; return how many have passed, and none failed."""
+    """Run rank tests on n ranks; return how many passed, or fail if one failed."""
     env, options = job_of_ranks(n, settings, *more)
     words = [sys.executable, "-m", "tests.mpi.ranks", "--color=no", *options, *files]
     finished = testing.launch(n, words, timeout=560, env={**os.environ, **env})

@@ -1,4 +1,4 @@
-"""Each kernel against NumPy; run by test_kernels.py, where CuPy or its stand-in is."""
+"""Each kernel compared with NumPy, for CuPy or its stand-in; see test_kernels.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DTYPES = [
     *map(np.dtype, ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")),
     BFLOAT16,
 ]
-# What lies before and behind an array is not to be written.
+# Elements around an array, which kernels must not write.
 GUARD = 5
 MARK = 77
 
@@ -59,14 +59,14 @@ def values(dtype: np.dtype[Any], size: int, seed: int) -> Any:
 
 
 def put(host: Any) -> Any:
-    """Return an array on the device; not every CuPy copies bfloat16 as such."""
+    """Return a host array on the device; not every CuPy can copy bfloat16 directly."""
     if host.dtype == BFLOAT16:
         return cupy.asarray(host.view(np.uint16)).view(BFLOAT16)
     return cupy.asarray(host)
 
 
 def within(host: Any, offset: int) -> tuple[Any, Any]:
-    """Return an array on the device that begins anywhere, and what it lies in."""
+    """Return a device array at an offset inside of a larger one, and the larger one."""
     whole = np.full(host.size + offset + GUARD, MARK, host.dtype)
     whole[offset : offset + host.size] = host
     outer = put(whole)
@@ -74,14 +74,14 @@ def within(host: Any, offset: int) -> tuple[Any, Any]:
 
 
 def unhurt(outer: Any, offset: int, size: int) -> bool:
-    """Whether nothing was written beside an array."""
+    """Return whether the elements around an array are unchanged."""
     host = outer.get()
     rest = np.concatenate([host[:offset], host[offset + size :]])
     return bool((rest == np.asarray(MARK, host.dtype)).all())
 
 
 def same(found: Any, wanted: Any) -> None:
-    """Compare bits, save those of what is no number."""
+    """Assert equal bits, except in NaNs."""
     assert found.dtype == wanted.dtype
     if found.dtype.kind in "iu":
         np.testing.assert_array_equal(found, wanted)
@@ -110,7 +110,7 @@ def divided(total: Any, divisor: int) -> Any:
 
 
 class Case:
-    """Arrays on the device in a single run, and what they are packed to."""
+    """Arrays on the device for one run, with the expected packed buffer."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Case:
         )
 
     def results(self) -> tuple[list[Any], list[Any]]:
-        """Return fresh arrays for results, and what they lie in."""
+        """Return new result arrays, and the larger arrays that contain them."""
         made = [
             within(np.zeros(host.size, self.result_dtype), offset)
             for host, offset in zip(self.hosts, self.offsets, strict=True)
@@ -141,7 +141,7 @@ class Case:
         return [inner for inner, _ in made], [outer for _, outer in made]
 
     def packed(self, run: Any) -> Any:
-        """Return what a run is packed to."""
+        """Return the expected packed buffer of a run."""
         return np.concatenate(
             [cast(self.hosts[i][a:b], run.dtype) for i, a, b, _ in run.spans]
         )
@@ -249,7 +249,7 @@ def test_all_half_numbers(lane: Lane, dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [np.dtype("f2"), BFLOAT16])
 def test_rounding_to_half_numbers(lane: Lane, dtype: Any) -> None:
-    """All half numbers, what lies between two of them, and what lies next to that."""
+    """Test all half numbers, the middles between them, and the middles' neighbors."""
     halves = cast(np.arange(1 << 15, dtype=np.uint16).view(dtype), np.float32)
     halves = halves[np.isfinite(halves)]
     middles = (
@@ -295,7 +295,7 @@ def test_quotients_are_numpys(lane: Lane, dtype: str, divisor: int) -> None:
 @pytest.mark.parametrize("count", [1, 24, 208, 209, 1000])
 @pytest.mark.parametrize("size", [1, 3, 60])
 def test_tables_of_many_arrays(lane: Lane, count: int, size: int) -> None:
-    """Several in flight, each with addresses of its own."""
+    """Several launches are in flight, each with its own addresses."""
     ((run,),) = cut([(np.dtype("f4"), (size,))] * count, False, 1 << 30)
     stride = size + GUARD
     steps = []
@@ -304,7 +304,7 @@ def test_tables_of_many_arrays(lane: Lane, count: int, size: int) -> None:
         source, result = cupy.asarray(host), cupy.full(host.size, MARK, "f4")
         firsts = range(0, host.size, stride)
         sources = [source[first : first + size] for first in firsts]
-        # They lie in another order than in the buffer.
+        # The arrays lie in another order than in the buffer.
         results = [result[first : first + size] for first in firsts][::-1]
         steps.append((host, sources, results, result, cupy.zeros(run.size, "f4")))
     lane.enter()
@@ -327,7 +327,7 @@ def test_tables_of_many_arrays(lane: Lane, count: int, size: int) -> None:
 def test_complex_numbers_may_begin_at_one_of_their_parts(
     lane: Lane, name: str, shifts: tuple[int, int, int]
 ) -> None:
-    """As those of a view of real ones do; a whole word there would be a fault."""
+    """A complex view of real numbers may be misaligned; a kernel must not fault."""
     dtype, size = np.dtype(name), 700
     part = np.dtype(f"f{dtype.itemsize // 2}")
     arrays = []
@@ -342,7 +342,7 @@ def test_complex_numbers_may_begin_at_one_of_their_parts(
     kernels.add(buffer, buffer, buffer, lane.stream)
     spans = [(0, 0, size, 0)]
     kernels.unpack(buffer.data.ptr, spans, [result], lane.stream, dtype=dtype)
-    # Many small ones are found by bisection.
+    # The kernel finds many small arrays by bisection.
     few = [(0, n, n + 2, n) for n in range(0, size, 2)]
     kernels.pack(few, [result], buffer, lane.stream)
     lane.leave()
@@ -380,7 +380,7 @@ def test_no_call_waits_for_the_device(lane: Lane) -> None:
         kernels.unpack(*(out.data.ptr, run.spans, inner, lane.stream), dtype=out.dtype)
         lane.leave()
     assert standin.counts.synchronizations == before
-    # Two launches pack 300 arrays, and two unpack them.
+    # Two launches pack 300 arrays, and two launches unpack them.
     assert standin.counts.launches == launched + 5 * (2 + 1 + 2)
     lane.synchronize()
 

@@ -1,9 +1,9 @@
-"""Patterns that the tests of NVRTC look for in the code that it makes."""
+"""Patterns that tests of NVRTC search for in the code that NVRTC makes."""
 
 from __future__ import annotations
 
 import re
 
-# By CuPy, behind the options that it is given.
+# An option that CuPy adds after the options that it receives.
 ADDED = "-ftz=true"
 FLUSHES = re.compile(r"\b(?:add|sub|mul|fma|div|sqrt|cvt)\S*\.ftz")

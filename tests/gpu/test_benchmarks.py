@@ -1,6 +1,6 @@
-"""The benchmarks on GPUs: they run, sum right, and write nothing that is no figure.
+"""The benchmarks on GPUs run, check their sums, and write only real figures.
 
-On the stand-in for CuPy: no time that they print means anything here.
+The tests use the stand-in for CuPy, so the printed times have no meaning.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ BENCHMARKS = ROOT / "benchmarks"
 ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join([str(STANDIN), str(ROOT)]),
     "HPCSTRAT_SHARE_GPUS": "1",
-    # To the stand-in, host memory is the device's: any MPI reads it.
+    # The stand-in's device memory is host memory, which any MPI can read.
     "HPCSTRAT_MPI_READS_GPU": "yes",
     "HPCSTRAT_STANDIN_DELAY": "0.0001",
-    # As it comes with the extras: it can let ranks share a GPU, but was not told to.
+    # The version of the extras, which can let ranks share a GPU, but is not set to do
+    # so.
     "HPCSTRAT_STANDIN_NCCL_VERSION": "23203",
     "OMP_NUM_THREADS": "1",
 }
@@ -35,7 +36,7 @@ ENVIRONMENT = {
 @pytest.mark.parametrize(
     ("name", "options", "gpus", "expected"),
     [
-        # With a GPU each there is NCCL.
+        # With a GPU for each rank, NCCL is available.
         (
             "allreduce",
             ["--sizes", "4KiB,300KiB"],
@@ -111,7 +112,7 @@ def test_one_rank_measures_nccl_alone(tmp_path: Path) -> None:
 
 
 def test_questions_for_a_machine_with_gpus_are_settled_on_the_stand_in() -> None:
-    """NCCL joins, is left out where it cannot sum, and a program may just end."""
+    """NCCL joins, is left out if it cannot sum, and programs may end without close."""
     script = str(BENCHMARKS / "device_questions.py")
     only = ("connect", "small_shm", "plain_end")
     options = [f"--only={name}" for name in only]
@@ -153,7 +154,7 @@ def _all(folder: Path, **settings: str) -> subprocess.CompletedProcess[str]:
 def test_a_step_of_all_that_fails_or_takes_too_long_stops_no_other(
     tmp_path: Path,
 ) -> None:
-    """And the file of results names both: the stand-in has no figures to write."""
+    """The file of results names both steps, but has no figures of the stand-in."""
     python = tmp_path / "python"
     stuck = 'case "$*" in *bench_fused*) sleep 100 ;; esac'
     python.write_text(f'#!/bin/sh\n{stuck}\nexec {sys.executable} "$@"\n')

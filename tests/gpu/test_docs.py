@@ -26,7 +26,7 @@ def test_blocks_run(size: int, tmp_path: Path) -> None:
     environment = {
         "PYTHONPATH": os.pathsep.join([str(STANDIN), str(ROOT)]),
         "HPCSTRAT_STANDIN_DEVICES": "2",
-        # No trial of what MPI can do: tests/gpu/test_probe.py has that.
+        # Skip the MPI trial, which tests/gpu/test_probe.py covers.
         "HPCSTRAT_MPI_READS_GPU": "no",
     }
     if size > 1:

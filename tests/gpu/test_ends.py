@@ -1,6 +1,6 @@
-"""A job with arrays on GPUs ends, whatever the GPUs do.
+"""A job with arrays on GPUs ends even if GPUs fail or hang.
 
-Whole programs, launched with a hard limit.
+Each case is a whole program, launched with a hard time limit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 
 def _run(n: int, program: str, **settings: str) -> Any:
-    """Run a program by NCCL, with the stand-in, as it is told to."""
+    """Run a program with NCCL on the stand-in, with some settings."""
     if not why_no_gpu():
         pytest.skip("the program tells the stand-in what its GPUs do")
     env = environment({"HPCSTRAT_DEVICE": "gpu", **TRANSPORTS["nccl"], **settings})
@@ -32,7 +32,7 @@ def _run(n: int, program: str, **settings: str) -> Any:
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_the_watchdog_ends_a_job_whose_nccl_has_failed(n: int) -> None:
-    """The main thread cannot: CUDA does not return to it."""
+    """Only the watchdog can end the job: CUDA does not return to the main thread."""
     ended = _run(n, "failed_nccl.py")
     assert ended.returncode == EXIT_CODE, str(ended)
     assert not ended.survivors, str(ended)
@@ -44,7 +44,7 @@ def test_the_watchdog_ends_a_job_whose_nccl_has_failed(n: int) -> None:
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_rank_leaves_when_its_gpu_has_done_its_work(n: int) -> None:
-    """Kernels of the others need its own; all free NCCL together, and then go."""
+    """Each rank waits for its kernels, which other ranks need; then all free NCCL."""
     ended = _run(n, "plain_end.py")
     assert ended.returncode == 0, str(ended)
     assert not ended.survivors, str(ended)
@@ -53,7 +53,7 @@ def test_a_rank_leaves_when_its_gpu_has_done_its_work(n: int) -> None:
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_the_watchdog_ends_a_job_whose_kernels_stand_still(n: int) -> None:
-    """Though NCCL reports no error: it looks at networks only."""
+    """NCCL reports no error, because it checks only networks."""
     ended = _run(n, "stuck_kernel.py")
     assert ended.returncode == EXIT_CODE, str(ended)
     assert not ended.survivors, str(ended)
@@ -66,7 +66,7 @@ def test_the_watchdog_ends_a_job_whose_kernels_stand_still(n: int) -> None:
 
 
 def test_a_gpu_that_has_failed_ends_the_job_of_a_program_that_has_ended() -> None:
-    """Nothing told the program: what it has computed last may be nothing."""
+    """The job must fail, because the program's last results may be wrong."""
     ended = _run(2, "fault_at_end.py")
     assert ended.returncode not in (0, None), str(ended)
     assert not ended.survivors, str(ended)

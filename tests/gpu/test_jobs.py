@@ -1,4 +1,4 @@
-"""Tests of arrays on GPUs are left out only where the GPUs cannot serve them."""
+"""Tests with arrays on GPUs are skipped only if the GPUs cannot run them."""
 
 from __future__ import annotations
 

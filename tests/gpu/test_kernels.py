@@ -1,4 +1,4 @@
-"""The kernels: against NumPy, on a GPU or its stand-in; and through NVRTC."""
+"""The kernels compared with NumPy, on a GPU or its stand-in, and compiled by NVRTC."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_kernels_agree_with_numpy(options: list[str]) -> None:
 
 
 def nvrtc_version() -> int:
-    """Return NVRTC's major version; skip the test where it cannot be called."""
+    """Return NVRTC's major version; skip the test if NVRTC cannot be called."""
     if importlib.util.find_spec("cupy_backends") is None:
         pytest.skip("CuPy, through which NVRTC is called, is not installed")
     loads = "from cupy_backends.cuda.libs.nvrtc import *; print(getVersion()[0])"
@@ -74,7 +74,7 @@ def nvrtc_version() -> int:
 
 
 def compiled(stored: str, wire: str, architecture: str) -> str:
-    """Compile without warnings, save of the age of an architecture; return the PTX."""
+    """Return the compiled PTX; allow no warning except for old architectures."""
     options = [*kernels.OPTIONS, ADDED, f"-arch={architecture}"]
     finished = subprocess.run(
         [sys.executable, "-c", COMPILE, *options],
@@ -102,7 +102,7 @@ def test_nvrtc_compiles_for(architecture: str, stored: str) -> None:
 @pytest.mark.parametrize(("stored", "wire"), PAIRS)
 def test_nvrtc_compiles_all_types(stored: str, wire: str) -> None:
     nvrtc_version()
-    # No further than to PTX, which takes a fraction of the time.
+    # Compile only to PTX, which takes a fraction of the time.
     code = compiled(stored, wire, "compute_80")
     assert not FLUSHES.search(code), "subnormal numbers are taken for zero"
     assert "st.global.v4" in code, "words of 16 bytes are not stored as such"

@@ -1,6 +1,6 @@
-"""Training on GPUs goes on after the loss of a rank, whatever carries the arrays.
+"""Training on GPUs continues after the loss of a rank, with every transport.
 
-Each case is a whole program, launched with a hard limit.
+Each case is a whole program, launched with a hard time limit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.gpu.jobs import TRANSPORTS, environment, require
 from tests.mpi.programs.started import run_command, ulfm
 
 PROGRAM = Path(__file__).parent / "programs/lost_rank.py"
-# By NCCL, messages of MPI, and through the host; in one worker, and in several.
+# NCCL, host copies and MPI messages; in one worker, and in several workers.
 LAYOUTS = [
     ("nccl", 3, 0),
     ("host", 3, 0),
@@ -23,13 +23,13 @@ LAYOUTS = [
     ("mpi", 3, 1),
     ("host", 3, 1),
 ]
-# Here the others have given work to their GPUs that needs the lost one.
+# With these, the other ranks' GPUs have work that needs the lost rank.
 DEEP = ("inside", "behind")
 
 
 def _lose(transport: str, n: int, each: int, where: str, spare: int = 0) -> None:
     require(transport, n)
-    # The lost rank's own part is far behind on its stream.
+    # The streams are slow, so that the lost rank's part is not computed yet.
     late = {"HPCSTRAT_DEVICE": "gpu", "HPCSTRAT_STANDIN_DELAY": "0.005"}
     command = [*launch_command(n, fault_tolerant=True), sys.executable, str(PROGRAM)]
     title = f"{transport}, {n} ranks, {each} each, {spare} spare, {where}"

@@ -1,7 +1,7 @@
 """The trial of MPI, and the doctor, as real programs on the stand-in for CuPy.
 
-With the stand-in, memory of a GPU is memory of the host, so that every MPI library can
-move it; where a library cannot, is played by a program that dies in the call.
+With the stand-in, GPU memory is host memory, so every MPI library can move it. A
+program that crashes or hangs in the call simulates a library without support.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpcstrat.testing import launch_command
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 150
 
-# The real program, whose calls of MPI end or hang as on a library without support.
+# The real program, with MPI calls that crash or hang like an unsupported call.
 FAULTY = """
 import ctypes, sys, time
 from hpcstrat.engine.gpu.probe import probe_program
@@ -70,7 +70,7 @@ with hs.MultiWorkerMirroredStrategy() as strategy:
 """
 
 
-# Tells on which GPU each rank computes when MPI starts, then whether it still does.
+# Print the GPU of each rank when MPI starts, and later whether it is the same.
 EARLY = """
 import cupy, mpi4py
 mpi4py.rc.initialize = False
@@ -91,7 +91,7 @@ with hs.MultiWorkerMirroredStrategy() as strategy:
     hs.print_once(strategy.collectives.all_gather_object(place, "test"))
 """
 
-# Two packages of CuPy, without the headers that its kernels include.
+# Simulate two packages of CuPy, without the headers that its kernels include.
 BROKEN = """
 from hpcstrat.cli import main
 from hpcstrat.tools.doctor import examination
@@ -106,7 +106,7 @@ main()
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Return a function that runs a command with the stand-in, and its own cache."""
+    """Return a function that runs a command with the stand-in and a separate cache."""
 
     def start(
         *command: str, devices: int = 2, **variables: str
@@ -158,7 +158,7 @@ def test_crash_hang_and_wrong_contents_are_answers(run: Run, tmp_path: Path) -> 
 def test_first_strategy_of_a_job_tries_mpi_before_it_starts(
     run: Run, tmp_path: Path
 ) -> None:
-    # A child that took itself for a rank would hang all of them.
+    # A child that acts as a rank of the job would make all ranks hang.
     done = run(*launch_command(2), *PYTHON, STRATEGY)
     assert done.returncode == 0, done.stderr
     assert "mpi_allreduce: yes, tried on" in done.stdout
@@ -176,7 +176,7 @@ def test_ranks_have_their_gpus_when_mpi_starts(run: Run) -> None:
     done = run(*command, HPCSTRAT_MPI_READS_GPU="no")
     assert done.returncode == 0, done.stderr
     assert "[([0], 0), ([1], 1)]" in done.stdout
-    # What the program has chosen is its own.
+    # The GPU that the program chose stays selected.
     chosen = "import cupy; cupy.cuda.Device(1).use()\n"
     settings = {"HPCSTRAT_MPI_READS_GPU": "no", "HPCSTRAT_SHARE_GPUS": "1"}
     done = run(*launch_command(2), *PYTHON, chosen + EARLY, **settings)
@@ -209,7 +209,7 @@ def test_ranks_that_share_a_gpu_are_refused_or_meant_to(run: Run) -> None:
 
 
 def _narrow(text: str) -> bool:
-    """Return whether no line has more than 80 columns, but for long paths."""
+    """Return whether all lines without a path have at most 80 columns."""
     return all(len(line) <= 80 or "/" in line for line in text.splitlines())
 
 
@@ -280,7 +280,7 @@ def test_doctor_finds_wrong_settings(run: Run) -> None:
 
 
 def test_doctor_finds_separate_programs(run: Run) -> None:
-    # As under the mpirun of another library: each process is told of two ranks.
+    # Simulate the mpirun of another library, where each process sees two ranks.
     variables = {"PMI_RANK": "0", "PMI_SIZE": "2"}
     done = run(*DOCTOR, **variables)
     if "Open MPI" not in done.stdout:

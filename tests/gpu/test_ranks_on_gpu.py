@@ -1,9 +1,10 @@
 """Run the rank tests of tests/mpi with arrays on GPUs in MPI jobs of 1 to 4 ranks.
 
-With CuPy on the GPUs of this machine, which the ranks share unless there is one for
-each; where there is none, with the stand-in for CuPy. What has no meaning for arrays on
-GPUs is listed in tests/gpu/ranks/exceptions.py, and skipped with the reason. By default
-a sample runs; after a change to a transport, all of it: ``-m full -k nccl``.
+With a GPU, CuPy runs on the GPUs of this machine, which the ranks share if there are
+fewer GPUs than ranks. Without a GPU, the stand-in for CuPy runs. Tests without a
+meaning for arrays on GPUs are listed in tests/gpu/ranks/exceptions.py, and skipped with
+the reason. By default a sample runs; after a change to a transport, run all of it: ``-m
+full -k nccl``.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ HERE = Path(__file__).parent
 RANKS = HERE.parent / "mpi/ranks"
 OWN = HERE / "ranks"
 
-# What makes no arrays that a GPU could hold, or is about types that only NumPy has.
+# Files that make no arrays, or that test types only NumPy has.
 WITHOUT_ARRAYS = {"arrivals", "elastic", "equal", "harness", "settings", "topology"}
 WITHOUT_ARRAYS |= {"central_storage", "variables_as_arrays"}
-# Of arrays in host memory, and of NumPy's arithmetic; see check_results.py.
+# Files about arrays in host memory, or NumPy's arithmetic; see check_results.py.
 WITHOUT_ARRAYS |= {"arrays", "casting", "errstate", "order"}
-# See check_device_logical.py; state of variables on GPUs is not divided.
+# See check_device_logical.py; optimizers do not divide the state of GPU variables.
 WITHOUT_ARRAYS |= {"logical", "sharded"}
 FILES = {path.stem.removeprefix("check_"): path for path in RANKS.rglob("check_*.py")}
 EVERYTHING = sorted(FILES.keys() - WITHOUT_ARRAYS)
@@ -36,7 +37,7 @@ EVERYTHING = sorted(FILES.keys() - WITHOUT_ARRAYS)
 
 @pytest.fixture(autouse=True)
 def launcher() -> str:
-    """Return the path of mpirun; skip the test where there is none."""
+    """Return the path of mpirun, or skip the test if there is no mpirun."""
     try:
         return find_launcher()
     except HpcstratError as exc:
@@ -44,9 +45,9 @@ def launcher() -> str:
 
 
 def _passed(n: int, transport: str, files: list[str], *options: str) -> int:
-    """Run files on n ranks; return how many tests have passed, and none failed."""
+    """Run files on n ranks; return how many tests passed, or fail if one failed."""
     require(transport, n)
-    # Variables are on the GPU also where they are made of Python's numbers.
+    # Make variables on the GPU, even from Python numbers.
     arrays = {"HPCSTRAT_TEST_ARRAYS": "gpu", "HPCSTRAT_DEVICE": "gpu"}
     arrays |= {"HPCSTRAT_TEST_TRANSPORT": transport, **TRANSPORTS[transport]}
     return num_passed(n, files, arrays, *options)
@@ -57,7 +58,7 @@ def _paths(names: list[str]) -> list[str]:
 
 
 FULL = pytest.mark.full
-# In the layouts in which the transports are taken.
+# The layouts in which a job uses each transport.
 NEAR = "--short", "--layout=one_worker"
 APART = ("--layout=one_replica_per_worker",)
 UNEVEN = "--short", "--layout=two_replicas_per_worker"
@@ -94,7 +95,7 @@ def test_arrays_of_the_rank_tests_are_on_gpus(n: int, transport: str) -> None:
     assert _passed(n, transport, files) >= len(files)
 
 
-# What only arrays on GPUs can show.
+# Tests whose subject exists only with arrays on GPUs.
 TRANSPORT_TESTS = [
     f"check_{name}"
     for name in (
@@ -107,7 +108,7 @@ TRANSPORT_TESTS = [
         "frameworks",
     )
 ]
-# They keep strategies with settings of their own open, and so take a job each.
+# These tests keep strategies with special settings open, so each file needs a job.
 DEVICE_TESTS = [
     f"check_{name}"
     for name in (
@@ -124,7 +125,7 @@ DEVICE_TESTS = [
 
 
 def _pass(rank_files: RankFiles, request: pytest.FixtureRequest, *options: str) -> None:
-    """Demand that the tests of a file pass, in a job of its own where it needs one."""
+    """Assert that the tests of a file pass, in a separate job if the file needs one."""
     n, file = (request.node.callspec.params[name] for name in ("n", "file"))
     env, words = job_of_ranks(n, {}, *options)
     alone = file in DEVICE_TESTS
@@ -156,7 +157,7 @@ def test_transport_tests_pass(
 def test_device_tests_pass(
     rank_files: RankFiles, request: pytest.FixtureRequest, n: int, file: str
 ) -> None:
-    # Layouts say little where it is one GPU that computes; transports have their own.
+    # Layouts matter little on one GPU; the tests of transports have their own layouts.
     layout = NEAR[1:] if file != "check_binding" else ()
     _pass(rank_files, request, "--short", *layout)
 

@@ -1,7 +1,7 @@
-"""The stand-in for CuPy keeps its promises, and is no wider than CuPy itself.
+"""The stand-in for CuPy behaves as documented, and has no names that CuPy lacks.
 
-Every check runs in a process of its own with the stand-in on the path, so that nothing
-else in the suite ever imports it.
+Every check runs in a process that has the stand-in on its path, so that no other test
+of the suite imports it.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ TIMEOUT = 60.0
 
 
 def start(checks, **variables):
-    """Start checks in a process that finds the stand-in."""
+    """Start checks in a process that has the stand-in on its path."""
     environment = {
         key: value
         for key, value in os.environ.items()
@@ -37,7 +37,7 @@ def start(checks, **variables):
 
 
 def run(*checks, **variables):
-    """Run checks; return what it printed."""
+    """Run checks; return the output of the process."""
     process = start(checks, **variables)
     try:
         output = process.communicate(timeout=TIMEOUT)[0]
@@ -67,7 +67,7 @@ CHECKS = [
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """Run the checks that need no process of their own; what failed in each."""
+    """Run the checks that need no separate process; return the failure of each."""
     return json.loads(run(*CHECKS).splitlines()[-1])
 
 

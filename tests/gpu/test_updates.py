@@ -1,4 +1,4 @@
-"""Runs the tests of optimizers on a GPU, or with the stand-in for CuPy."""
+"""Run the tests of optimizers on a GPU, or with the stand-in for CuPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The output of a program of `hpcstrat.elastic`, alone and where a rank is killed."""
+"""The output of an elastic program, in one process and in a job with a killed rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 
 def assert_goes_on(name: str) -> None:
-    """Two ranks of three end as one process does: replicas, steps, loss, weights."""
+    """Assert that two ranks of three print the same results as a single process.
+
+    The results are the numbers of replicas and steps, the loss and the weights.
+    """
     program = [sys.executable, str(PROGRAMS / name)]
     told = []
     for command in (program, [*launch_command(3, fault_tolerant=True), *program]):

@@ -1,7 +1,7 @@
-"""The programs of docs/examples with models: the same on any number of ranks as alone.
+"""The example programs with models learn the same on any number of ranks.
 
-What they must come to is computed here, by the framework alone and from its definition
-of the network, on the batches of `hs.Dataset`.
+The expected numbers are computed here by the framework alone, from the program's
+network, on the batches of `hs.Dataset`.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def keras_digits(program: Any) -> dict[str, float]:
     return {"loss": float(loss), "accuracy": float(accuracy)}
 
 
-# By name: the framework, and what the program must come to.
+# For each program: its framework, and a function that computes the expected numbers.
 PROGRAMS: dict[str, tuple[str, Oracle]] = {
     "digits_torch.py": ("torch", torch_digits),
     "digits_ddp.py": ("torch", ddp_digits),
@@ -123,7 +123,7 @@ PROGRAMS: dict[str, tuple[str, Oracle]] = {
 
 
 def said(n: int, folder: Path, epochs: str, names: list[str]) -> dict[str, Any]:
-    """Run programs on n ranks; return what each of them prints last."""
+    """Run programs on n ranks; return the last output of each program."""
     words = [sys.executable, *OVER_MPI, str(PROGRAM), str(folder), epochs, *names]
     finished = testing.launch(n, words, timeout=240)
     assert finished.returncode == 0, finished.stdout + finished.stderr
@@ -132,17 +132,17 @@ def said(n: int, folder: Path, epochs: str, names: list[str]) -> dict[str, Any]:
 
 
 def require_same(found: dict[str, Any], name: str) -> None:
-    """Demand what one process comes to, without hpcstrat."""
+    """Assert the numbers of one process without hpcstrat."""
     expected = PROGRAMS[name][1](runpy.run_path(str(EXAMPLES / name)))
     assert found["loss"] == pytest.approx(expected["loss"], rel=2e-4), name
     if "accuracy" in expected:
-        # Rounding may turn the answer to one image of 359.
+        # Rounding may change the answer for one image of 359.
         assert found["accuracy"] == pytest.approx(expected["accuracy"], abs=0.003)
         assert found["accuracy"] > 0.8
 
 
 def installed() -> list[str]:
-    """Return the programs that can run here."""
+    """Return the programs whose framework is installed."""
     return [name for name in PROGRAMS if find_spec(PROGRAMS[name][0])]
 
 
@@ -163,7 +163,7 @@ FULL = pytest.mark.full
 def test_programs_learn_what_one_process_learns(
     runs: dict[int, str], tmp_path: Path
 ) -> None:
-    """Also those that go on with a checkpoint, on another number of ranks."""
+    """Programs learn the same if they resume on another number of ranks."""
     names = [n for n, (kind, _) in PROGRAMS.items() if find_spec(kind)]
     require_learned(runs, tmp_path, [n for n in names if n != "digits_keras.py"])
 
@@ -180,7 +180,7 @@ def test_keras_learns_what_one_process_learns(
 
 
 def require_learned(runs: dict[int, str], folder: Path, names: list[str]) -> None:
-    """Run programs on so many ranks for so many epochs, and look what they learned."""
+    """Run programs on given numbers of ranks and epochs, and check the results."""
     found: dict[str, Any] = {}
     for n, epochs in runs.items():
         found = said(n, folder, epochs, names)

@@ -1,4 +1,4 @@
-"""Programs of Horovod in jobs of their own, and Horovod's own tests."""
+"""Programs of Horovod in separate jobs, and Horovod's own tests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_table_is_of_what_is_there_and_tested() -> None:
     shown = {name for row in rows for name in re.findall(r"hvd\.(\w+)", row)}
     assert shown == set(hvd.__all__)
     tested = set(re.findall(r"hvd\.(\w+)", RANK_TESTS.read_text()))
-    # One for each library that Horovod may be built with, all in one loop.
+    # A loop tests all ``*_built`` functions, one for each library of Horovod.
     tested |= {name for name in shown if name.endswith("_built")}
     assert shown <= tested, shown - tested
 

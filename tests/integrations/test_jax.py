@@ -1,4 +1,4 @@
-"""JAX's integration: its rank tests in jobs of 1 to 3 ranks, and what needs its own."""
+"""JAX's integration: its rank tests in jobs of 1 to 3 ranks, and separate programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 pytestmark = pytest.mark.framework("jax")
 
 
-# What can fail on one replica, and on three as it cannot on two.
+# Tests that can fail on one replica, and tests that can fail only on three.
 CHOSEN = {1: "process or order or refused", 3: "numpy or process or saved or losses"}
 
 
@@ -40,7 +40,7 @@ def test_rank_tests_pass(
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores are not bound")
 def test_one_core_for_all_ranks_does_not_hang() -> None:
-    """Where JAX's io_callback deadlocks (github.com/jax-ml/jax/issues/25861)."""
+    """On one core, JAX's io_callback deadlocks (github.com/jax-ml/jax/issues/25861)."""
     core = min(os.sched_getaffinity(0))
     program = [sys.executable, os.fspath(HERE / "programs" / "jax_one_core.py")]
     command = ["taskset", "-c", str(core), *launch_command(2), *program]
@@ -102,7 +102,7 @@ def test_a_rank_has_a_gpu_of_those_that_it_sees(
 
 @ulfm
 def test_training_goes_on_when_a_rank_is_killed() -> None:
-    """The others wait inside of jit, where the loss is an error of JAX's own kind."""
+    """The other ranks wait inside of jit, where the loss is raised by JAX."""
     assert_goes_on("jax_elastic.py")
 
 
@@ -117,7 +117,7 @@ def test_the_library_loads_jax_only_when_asked() -> None:
 def test_another_version_of_the_interface_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Outside of jit it needs no handler, and goes on."""
+    """Calls outside of jit need no handler, so they still work."""
     import jax
     import jax.numpy as jnp
 
@@ -139,7 +139,7 @@ def test_another_version_of_the_interface_is_refused(
 
 
 def test_structures_that_are_smaller_are_refused() -> None:
-    """As a version of XLA may have them whose number says nothing."""
+    """A version of XLA may have smaller structures without a new version number."""
     from hpcstrat.integrations.jax import xla_handler as known
 
     said: list[bytes] = []
@@ -154,6 +154,6 @@ def test_structures_that_are_smaller_are_refused() -> None:
     assert known._handle(ctypes.byref(frame)) == 1
     assert b"with structures of [8, " in said[0]
     assert b"call it outside of jit" in said[0]
-    # Stages before the execution do nothing.
+    # The stages before the execution do nothing.
     frame.stage = 0
     assert known._handle(ctypes.byref(frame)) is None

@@ -1,4 +1,4 @@
-"""Run the rank tests of Keras' integration, with each backend in jobs of its own."""
+"""Run the rank tests of Keras' integration, with each backend in separate jobs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["rank_files"]
 RANKS = Path(__file__).parent / "ranks"
 pytestmark = pytest.mark.framework("keras")
 
-# PyTorch, which compiles nothing, runs all of them on two ranks. Elsewhere what the
-# backends do each in their way.
+# PyTorch, which compiles nothing, runs all tests on two ranks. The other jobs run only
+# tests of code that differs between backends.
 CHOSEN = {
     ("torch", 2): "",
     ("jax", 2): "fit_is or infinite or goes_on or in_a_scope_is or data_of_fit",
@@ -26,7 +26,8 @@ CHOSEN = {
 }
 
 
-# Logical replicas come after other tests, with whose threads XLA and TensorFlow stay.
+# Tests of logical replicas run last, and need these limits on threads of XLA and
+# TensorFlow from the start.
 ENVIRONMENT = {"NPROC": "1", "TF_NUM_INTRAOP_THREADS": "1"}
 
 

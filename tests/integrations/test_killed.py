@@ -1,4 +1,4 @@
-"""Jobs of frameworks that are killed again and again train as one that was not."""
+"""Jobs of frameworks that are killed repeatedly train like a job without kills."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMIT_SECONDS = 100.0
 
 @contextlib.contextmanager
 def _running(kind: str, folder: Path, n: int) -> Iterator[tuple[Job, str]]:
-    """Start a job that saves in a folder; yield it, and what marks its processes."""
+    """Start a job that saves in a folder; yield it, and the mark of its processes."""
     mark = secrets.token_hex(8)
     output = folder / f"output-{mark}"
     output.mkdir(parents=True)
@@ -48,7 +48,7 @@ def _trained(kind: str, folder: Path, n: int) -> str:
 
 
 def _newest(folder: Path) -> int:
-    # The first job makes it.
+    # The first job makes the folder.
     with contextlib.suppress(FileNotFoundError):
         paths = list_checkpoints(str(folder / "checkpoints"))
         return max((step_of(path) or 0 for path in paths), default=0)
@@ -56,9 +56,9 @@ def _newest(folder: Path) -> int:
 
 
 def _kill(kind: str, folder: Path, n: int, draw: random.Random) -> bool:
-    """Run a job, and kill one rank, or all, a while after a few saves.
+    """Run a job, and kill one rank, or all, some time after a few saves.
 
-    Return whether there was something to kill.
+    Return whether there was a process to kill.
     """
     wanted = _newest(folder) + draw.randrange(1, 4)
     with _running(kind, folder, n) as (job, mark):
@@ -76,7 +76,7 @@ def _kill(kind: str, folder: Path, n: int, draw: random.Random) -> bool:
 
 
 def _train_through_kills(kind: str, folder: Path, most: int) -> None:
-    """Kill jobs of 1 to 3 ranks, each of which goes on, until nothing is left to do."""
+    """Kill jobs of 1 to 3 ranks, each of which resumes, until the training is done."""
     wanted, seed = _trained(kind, folder / "whole", 1), secrets.randbits(32)
     draw, kills = random.Random(seed), 0
     while kills < most and _kill(kind, folder / "killed", draw.randrange(1, 4), draw):
@@ -104,9 +104,9 @@ def test_many_killed_jobs_train_as_one_that_was_not(
 
 
 def _elastic(kind: str, draw: random.Random, n: int) -> tuple[Trial, bool]:
-    """Train on n ranks, of which one is killed; return whether it was, too.
+    """Train on n ranks, one of which is killed; return whether it was killed, too.
 
-    With n of 0, in one process that nobody kills.
+    With n of 0, train in one process without a kill.
     """
     run: dict[str, object] = {"logical_replicas": 4}
     killed: list[float] = []
@@ -124,7 +124,7 @@ def _elastic(kind: str, draw: random.Random, n: int) -> tuple[Trial, bool]:
         {"kind": kind, "run": run},
         name=str(PROGRAM),
         disturb=disturb if n else None,
-        # Threads of XLA's take turns with those of other ranks on few cores.
+        # On few cores, threads of XLA wait for threads of other ranks.
         limit=2 * LIMIT_SECONDS,
     )
     assert trial.returncode == 0, str(trial)
@@ -134,7 +134,7 @@ def _elastic(kind: str, draw: random.Random, n: int) -> tuple[Trial, bool]:
 
 
 def _train_though_ranks_die(kind: str, count: int) -> None:
-    """Kill a rank of each of some jobs, of which the others go on."""
+    """Kill one rank in each of some jobs, whose other ranks continue."""
     seed = secrets.randbits(32)
     draw, kills = random.Random(seed), 0
     wanted = _elastic(kind, draw, 0)[0].results[0]

@@ -1,4 +1,4 @@
-"""Libraries over the backend of torch.distributed, where they are installed."""
+"""Libraries over the backend of torch.distributed, if they are installed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_it_trains_as_one_process(how: str, tmp_path: Path) -> None:
 
 @pytest.mark.framework("torch", "lightning")
 def test_lightning_takes_devices_at_their_word(tmp_path: Path) -> None:
-    """The page about Lightning says so: it is not compared with what MPI says."""
+    """As Lightning's page says, ``devices`` is not compared with MPI's number."""
     told = tmp_path / "weights"
     words = [sys.executable, str(PROGRAM), "lightning_trainer", str(told)]
     alone = subprocess.run(

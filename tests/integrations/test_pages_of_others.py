@@ -1,4 +1,4 @@
-"""Programs of DDP and Horovod in the guides, over MPI, with one change at most."""
+"""Programs of DDP and Horovod in the guides, over MPI, with at most one change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.framework("torch")
 
 
 def _program(page: str, word: str, folder: Path) -> Path:
-    """Write the block of a page that has a word, with a data set before it."""
+    """Write the code block of a page that contains a word, with a dataset before it."""
     texts = [block.code for block in blocks((PAGES / page).read_text())]
     (code,) = [text for text in texts if word in text and text.startswith("# Not run")]
     program = folder / "program.py"

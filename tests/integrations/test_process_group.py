@@ -1,4 +1,4 @@
-"""The backend of torch.distributed in jobs of its own, and ``hpcstrat torch``."""
+"""The backend of torch.distributed in separate jobs, and ``hpcstrat torch``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROGRAM = str(HERE / "programs" / "ddp_on_gloo.py")
 
 
 def launched(n: int, *words: str, timeout: float = 150) -> Any:
-    """Run a command of Python on n ranks."""
+    """Run a Python command on n ranks."""
     command = [sys.executable, *words]
     finished = testing.launch(n, command, timeout=timeout)
     print(finished.stdout)
@@ -54,7 +54,7 @@ def test_a_message_of_another_size_is_named_on_both_ranks() -> None:
 @pytest.mark.parametrize(
     ("n", "where", "limit", "words"),
     [
-        # The one that waits looks all the time.
+        # The waiting rank checks for missing ranks all the time.
         (3, "group", 5, ["in creation of a group on ranks [0, 1] (missing_rank.py:"]),
         (
             2,

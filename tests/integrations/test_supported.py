@@ -1,4 +1,4 @@
-"""The tables of the guides: each line of what is supported has tests, named here."""
+"""The guides' tables of supported features; each row has tests, named here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GRADIENTS, TRAINING = "check_torch_gradients", "check_torch_training"
 EXCHANGES, STATE = "check_jax_exchanges", "check_jax_state"
 FIT, CALLBACKS = "check_keras_training", "check_keras_callbacks"
 
-# By what a line begins with: a file, and words of its tests' names.
+# For each beginning of a row: a file, and words in the names of its tests.
 TESTED: dict[str, list[tuple[str, str]]] = {
     "`digits_torch.py`": [("test_examples", "torch_digits")],
     "`gpt_torch.py`": [("test_examples", "gpt")],
@@ -141,13 +141,13 @@ TESTED: dict[str, list[tuple[str, str]]] = {
     "`model.save`": [(CALLBACKS, "saved_models_know_nothing_of_it")],
     "`jit_compile`": [(CALLBACKS, "what_cannot_be_is_refused")],
 }
-# What the guides say was not tried, or was tried by hand with libraries that the tests
+# Rows that the guides call untested, or tested by hand with libraries that these tests
 # do not have.
 UNTESTED = ["GPUs", "tensors on GPUs", "Lightning Fabric and Trainer"]
 
 
 def lines() -> list[str]:
-    """Return the first cells of all lines of the guides' tables."""
+    """Return the first cells of all rows of the guides' tables."""
     text = "".join(guide.read_text() for guide in GUIDES)
     rows = re.findall(r"^\| (.*?) \|", text, re.M)
     heads = re.findall(r"^\| (.*?) \|.*\n\|---", text, re.M)
@@ -155,7 +155,7 @@ def lines() -> list[str]:
 
 
 def _of(line: str) -> str:
-    """Return the longest beginning that is known of a line."""
+    """Return the longest known beginning of a row."""
     known = [start for start in (*TESTED, *UNTESTED) if line.startswith(start)]
     return max(known, key=len, default="")
 

@@ -1,4 +1,4 @@
-"""The program of TensorFlow in the guide gives the numbers of the one below it."""
+"""The TensorFlow program in the guide has the results of the program below it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOLD = (
 
 
 def _numbers(code: str) -> list[float]:
-    """Run a program, and return what it prints last."""
+    """Run a program, and return the numbers that it prints last."""
     done = subprocess.run(
         [sys.executable, "-c", code + TOLD],
         check=False,
@@ -45,7 +45,7 @@ def test_both_programs_compute_the_same() -> None:
     found = [b for b in blocks(PAGE.read_text()) if b.language == "python"]
     theirs, ours = found[:2]
     assert "tf.distribute" in theirs.code
-    # Its learning rate is a number of float32.
+    # TensorFlow's learning rate is a float32 number.
     np.testing.assert_allclose(
         _numbers(ours.code), _numbers(ROWS + theirs.code), rtol=1e-6
     )

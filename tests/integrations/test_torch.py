@@ -1,4 +1,4 @@
-"""Run the rank tests of all that stands on PyTorch in jobs of 1 to 3 ranks."""
+"""Run the rank tests that need PyTorch in jobs of 1 to 3 ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.mpi.rank_files import RankFiles, names_in, rank_files
 __all__ = ["rank_files"]
 
 RANKS = Path(__file__).parent / "ranks"
-# Logical replicas come last, as XLA has threads then. In one job: most of a short one
-# is to import PyTorch, on each rank.
+# Logical replicas come last, because XLA has threads after them. One job runs all
+# files, because importing PyTorch on each rank takes most of a short job.
 NAMES = "process_group", "built_on_groups", "fsdp", "horovod", "torch_*", "logical_*"
 FILES = [file for name in NAMES for file in names_in(RANKS, f"check_{name}.py")]
 

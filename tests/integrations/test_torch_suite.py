@@ -1,4 +1,4 @@
-"""PyTorch's own tests of torch.distributed, which come with it."""
+"""PyTorch's own tests of torch.distributed, which torch contains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Skip the tests that need a launcher where there is none."""
+"""Skip tests that need an MPI launcher on machines without a launcher."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpcstrat.testing.launcher import find_launcher
 
 @pytest.fixture(autouse=True)
 def launcher() -> str:
-    """Return the path of mpirun; skip the test where there is none."""
+    """Return the path of mpirun, or skip the test if there is no mpirun."""
     try:
         return find_launcher()
     except HpcstratError as exc:

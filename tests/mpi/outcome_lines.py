@@ -1,7 +1,8 @@
-"""Lines of a job of rank tests, which it writes while it runs, one for each event.
+"""Event lines that a job of rank tests writes into a file while it runs.
 
-Each has a file of tests, an event, and a text: ``collected`` and the number of tests;
-``started``, ``passed`` or ``skipped`` and the test; ``failed`` and what failed.
+Each line is a JSON list: the test file, the event, and a text. The events are
+``collected`` (the text is the number of tests), ``started``, ``passed`` and ``skipped``
+(the name of the test), and ``failed`` (the name of the test and its traceback).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 class OutcomeLines:
-    """A plugin of pytest that writes the lines into a file; for rank 0."""
+    """A pytest plugin that writes the event lines into a file; rank 0 has it."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
@@ -30,7 +31,7 @@ class OutcomeLines:
             file.write(json.dumps([path, event, text]) + "\n")
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Write how many tests each file has."""
+        """Write the number of tests of each file."""
         files = Counter(item.nodeid.partition("::")[0] for item in session.items)
         for name, count in files.items():
             self._write(name, "collected", str(count))
@@ -40,7 +41,7 @@ class OutcomeLines:
         self._write(nodeid, "started", nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Write how a test has ended, and what a failure says."""
+        """Write the outcome of a test, with the traceback if it failed."""
         if report.failed:
             text = f"FAILED {report.nodeid}\n{report.longreprtext}"
             self._write(report.nodeid, "failed", text)
@@ -49,7 +50,7 @@ class OutcomeLines:
 
 
 def read(path: Path) -> list[tuple[str, str, str]]:
-    """Return the lines so far."""
+    """Return the complete lines that the file contains so far."""
     if not path.exists():
         return []
     whole, _, _ = path.read_text().rpartition("\n")

@@ -1,8 +1,9 @@
 """Files of rank tests as tests of pytest: a job for many files, a test for each file.
 
-Most of a short job is its start. So the files that a test function has in its parameter
-``file``, and that were selected, share a job for each value of its other parameters.
-Each test waits for its own file only, and says what failed in it.
+Starting a short MPI job takes most of its time. Therefore all selected files that a
+test function has in its parameter ``file`` run in one job, for each value of its other
+parameters. Each test waits for its own file only, and reports the failures of this
+file.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from tests.mpi import outcome_lines
 
 __all__ = ["RankFiles", "names_in", "rank_files", "sizes_of"]
 
-# A test that hangs ends its job by itself, within two minutes.
+# Limit for a whole job; a single test that hangs ends its job within two minutes.
 _MOST_SECONDS = 3000.0
 _POLL_SECONDS = 0.1
 _NO_TESTS = int(pytest.ExitCode.NO_TESTS_COLLECTED)
-# At how many ranks a test with a mark can fail: see ranks/conftest.py.
+# The numbers of ranks at which a test with a mark can fail: see ranks/conftest.py.
 _SIZES = {"rule": {1, 2, 3}, "files": {1, 3}, "algorithm": {3, 4}, "once": {3}}
 
 
@@ -40,7 +41,7 @@ def names_in(folder: Path, pattern: str = "check_*.py") -> list[str]:
 
 
 def sizes_of(folder: Path, name: str) -> set[int]:
-    """Return at how many ranks tests of a file can fail, by its marks."""
+    """Return the numbers of ranks at which tests of a file can fail, by its marks."""
     text = (folder / f"{name}.py").read_text()
     of_all = re.search(r"^pytestmark = (\[.*?^\]|.*?$)", text, re.M | re.S)
     if not of_all or not _marks(of_all[1]):
@@ -53,7 +54,7 @@ def _marks(text: str) -> set[str]:
 
 
 class _Job:
-    """A job of some files, and what it has told of their tests so far."""
+    """A job of some files, and the outcomes of its tests so far."""
 
     def __init__(
         self,
@@ -77,9 +78,9 @@ class _Job:
         )
 
     def num_passed(self, file: Path) -> int:
-        """Wait for the tests of a file; return how many passed, fail if one did not.
+        """Wait for the tests of a file; return how many passed, or fail.
 
-        Those files that a job has not come to when it breaks fail, too.
+        If the job breaks, the files that it has not reached fail, too.
         """
         while True:
             over = self._ended.done()
@@ -87,7 +88,7 @@ class _Job:
             own = [line[1:] for line in lines if line[0] == str(file)]
             count = sum(int(text) for event, text in own if event == "collected")
             started = sum(event == "started" for event, _ in own)
-            # The last one that has started has not ended yet.
+            # The test that started last has not ended yet.
             left = count - started + (bool(lines) and lines[-1][0] == str(file))
             if over or (lines and not left):
                 break
@@ -104,7 +105,7 @@ class _Job:
     def _check_end(
         self, lines: list[tuple[str, str, str]], file: Path, *, left: bool
     ) -> None:
-        """Fail a test whose file has tests left, or was the last, if the job broke."""
+        """Fail if the job broke, and this file has tests left or was running."""
         finished = self._ended.result()
         failed = any(event == "failed" for _, event, _ in lines)
         if finished.returncode in ((1,) if failed else (0, _NO_TESTS)):
@@ -118,7 +119,7 @@ class _Job:
 
 
 class RankFiles:
-    """The jobs of the selected tests of a module, one at a time."""
+    """The jobs of a module's selected tests, which run one at a time."""
 
     def __init__(self, pool: ThreadPoolExecutor, folder: Path) -> None:
         self._pool = pool
@@ -135,9 +136,9 @@ class RankFiles:
     ) -> int:
         """Run the files of a test's job, once; return how many of its own tests passed.
 
-        The parameters of the test are ``n``, the number of ranks, and ``file``, a name
-        in the folder. A test that fails, or a job that breaks, fails it. ``alone``
-        gives a file a job of its own.
+        The test has the parameters ``n``, the number of ranks, and ``file``, a name in
+        the folder. The test fails if a rank test of this file fails, or if the job
+        breaks. ``alone`` runs the file in its own job.
         """
         own = request.node.nodeid if alone else job_of(request.node.nodeid)
         alike = [
@@ -159,6 +160,6 @@ def _path(folder: Path, item: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def rank_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankFiles]:
-    """Yield the jobs of a module's tests; all have ended after it."""
+    """Yield the jobs of a module's tests; wait at the end until all have ended."""
     with ThreadPoolExecutor(1) as pool:
         yield RankFiles(pool, tmp_path_factory.mktemp("jobs"))

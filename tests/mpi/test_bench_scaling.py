@@ -1,4 +1,4 @@
-"""``hpcstrat bench scaling`` under a launcher, and what a report makes of real runs."""
+"""``hpcstrat bench scaling`` under a launcher, and its reports of real runs."""
 
 from __future__ import annotations
 
@@ -63,14 +63,15 @@ def test_report_of_one_to_three_ranks_is_right(tmp_path: Path) -> None:
             assert point.efficiency == pytest.approx(speed_up / n, rel=1e-12)
             assert point.low <= point.efficiency * (1 + 1e-9)
             assert point.high >= point.efficiency * (1 - 1e-9)
-            # What the step does takes this long at least, in the slowest replica.
+            # The slowest replica needs at least this time for its rows.
             rows = 4 if series.scaling == "weak" else 4 // n
             assert min(times) >= 2 * ROW_SECONDS * rows
             shares = (point.late, point.communication, point.input)
             assert all(share is not None and 0 <= share < 1 for share in shares)
             assert sum(filter(None, shares)) < 1
             if n > 1 and series.scaling == "weak":
-                # The last replica sleeps twice as long; its mates wait for it.
+                # The last replica sleeps twice as long, and the other replicas wait for
+                # it.
                 assert point.slowest_host is not None
                 assert point.slowest_host.endswith(f"(replica {n - 1})")
                 waited = 4 * ROW_SECONDS * (n - 1) / n * REPEATS
@@ -110,7 +111,7 @@ def test_built_in_parts_are_measured_and_nothing_is_left_behind(
         ("input", "strong", 2),
     ]
     step = content["parts"][1]
-    # The gradients, and a loss.
+    # One call reduces the gradients, the other one a loss.
     assert step["num_calls"] == 2
     assert step["reduced_bytes"] == 4 * 25_557_032 + 4
     assert min(step["seconds"]) > 4e-3

@@ -1,4 +1,4 @@
-"""``hpcstrat chaos`` finds the ranks of real jobs, and disturbs only them."""
+"""``hpcstrat chaos`` finds the ranks of real jobs, and disturbs only these ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ LIMIT_SECONDS = 100
 
 
 def job_of(token: str, num_ranks: int, running: Future[Ended]) -> disturbing.JobRanks:
-    """Wait until all ranks of a program have come, and return its job."""
+    """Wait until all ranks of a program have started, and return its job."""
     deadline = time.monotonic() + LIMIT_SECONDS
     while time.monotonic() < deadline and not running.done():
         for job in disturbing.find_jobs():
             if token in job.ranks[0].command and len(job.ranks) == num_ranks:
-                # The strategy is made by now, or is about to be.
+                # After this time the strategy exists, or is about to be made.
                 time.sleep(2)
                 return job
         time.sleep(0.1)

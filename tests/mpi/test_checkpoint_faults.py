@@ -1,4 +1,4 @@
-"""A job that is killed at any moment loses no checkpoint that it was told it has."""
+"""A job that is killed at any moment loses no acknowledged checkpoint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FULL = pytest.mark.full
 
 
 def _kills(folder: Path, numbers: Iterable[int], seed: int) -> tuple[list[str], Tally]:
-    """Kill jobs in the same folder one after the other."""
+    """Kill jobs in the same folder one after the other; return problems and a tally."""
     folder.mkdir()
     found, tally = [], Tally()
     for number in numbers:
@@ -43,7 +43,7 @@ def _kills(folder: Path, numbers: Iterable[int], seed: int) -> tuple[list[str], 
 
 
 def _kill_many(folder: Path, count: int) -> Tally:
-    """Kill in two folders at the same time; half of the saves are synchronous."""
+    """Kill jobs in two folders at the same time; half of the saves are synchronous."""
     seed = secrets.randbits(32)
     print("seed", seed)
     half = count // 2
@@ -65,7 +65,7 @@ def test_killed_jobs_lose_no_acknowledged_checkpoint(tmp_path: Path) -> None:
     print(_kill_many(tmp_path, 6))
 
 
-# In parts, each of which ends well before pytest's own limit.
+# Run in parts, each of which ends well before pytest's own limit.
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_many_killed_jobs_lose_no_acknowledged_checkpoint(
@@ -74,12 +74,12 @@ def test_many_killed_jobs_lose_no_acknowledged_checkpoint(
     tally = _kill_many(tmp_path, 20)
     with capsys.disabled():
         print(f"\npart {part}: {tally}")
-    # Without torn files the kills would have missed what they are for.
+    # Torn files show that some kills interrupted a save, as intended.
     assert tally.torn > 0
 
 
 def _end_at(folder: Path, place: str, rank: int, how: str) -> str:
-    """Kill a rank at a place of its save; return what is wrong then."""
+    """Kill a rank at a place of its save; return the problem as text."""
     what = f"rank {rank}, {place}, {how}"
     folder.mkdir()
     env = {"SAVE_STEP_PLACE": place, "SAVE_STEP_RANK": str(rank)}
@@ -109,13 +109,13 @@ def _end_at_all(folder: Path, cases: list[tuple[str, int, str]]) -> None:
 
 
 def _cases(name: str) -> list[tuple[str, int, str]]:
-    """Return the ranks and kinds of saves that come to a place."""
+    """Return the ranks and kinds of saves that reach a place."""
     place = PLACES[name]
     return [(name, rank, how) for rank in place.ranks for how in place.hows]
 
 
-# Where nothing was written since the place that is listed before; and of the others
-# every second one.
+# Places that follow the previous place without a write in between. The tests run every
+# second one of the other places.
 _REPEATED = [name for name in PLACES if name.startswith("before")][1:]
 _WRITTEN = [name for name in PLACES if name not in _REPEATED]
 
@@ -130,7 +130,7 @@ _WRITTEN = [name for name in PLACES if name not in _REPEATED]
     ids=["written", "between", "repeated"],
 )
 def test_kill_at_each_step_of_a_save(names: list[str], tmp_path: Path) -> None:
-    """Kill one rank, in one kind of save, at each."""
+    """Kill one rank, in one kind of save, at each of the places."""
     cases = [_cases(name) for name in names]
     _end_at_all(tmp_path, [c[i % len(c)] for i, c in enumerate(cases)])
 
@@ -143,10 +143,10 @@ def test_kill_of_each_rank_at_each_step_of_a_save(how: str, tmp_path: Path) -> N
 
 
 def _stop_at(folder: Path, n: int, rank: int, how: str) -> None:
-    """Stop a rank that begins to write; the others must not wait for ever."""
+    """Stop a rank that begins to write; the other ranks must not wait for ever."""
     folder.mkdir()
-    # Later, in the comparison of a synchronous save, MPI itself may block the others,
-    # which then cannot raise an error.
+    # At a later place of a synchronous save, the comparison may block the other ranks
+    # in MPI itself, where they cannot raise an error.
     place = {"wait": "before open 0", "go": "amid write block 0"}[how]
     env = {
         "SAVE_STEP_PLACE": place,
@@ -162,21 +162,21 @@ def _stop_at(folder: Path, n: int, rank: int, how: str) -> None:
     assert len(reports) == 1, ended
     assert f"for rank {rank} on" in reports[0], ended
     assert "is stopped" in ended.stderr, ended
-    # Each rank that waits says the same, and nothing else; so does the stopped one, if
-    # the launcher lets it go on before it ends it.
+    # Each waiting rank raises the same error, and no other. The stopped rank does so,
+    # too, if the launcher lets it continue before ending it.
     assert 1 <= len(ended.tracebacks) <= n, ended
     for traceback in ended.tracebacks:
         assert "save_step.py" in traceback, ended
-        # Or that of another rank, which has told this one.
+        # The error may be that of another rank, which has notified this rank.
         assert "CollectiveError: expected " in traceback, ended
         assert f"found that ranks [{rank}] did not come" in traceback, ended
     if n == 2 and rank > 0:
-        # Replica 0 removes what will not be finished, if nobody ends the job before.
+        # Replica 0 removes the unfinished file, unless the job is ended before.
         assert not torn(folder), ended
     step, wrong = restored(folder)
     assert not wrong, ended
-    # Launchers let a stopped process go on before they end it: the threads of replica 0
-    # may then find that all have written.
+    # Launchers let a stopped process continue before they end it. The threads of
+    # replica 0 may then find that all ranks have written.
     assert step == OLD or (step == NEW and rank == 0 and how == "go"), ended
 
 
@@ -194,7 +194,7 @@ def test_rank_that_is_stopped_in_a_save_is_named_and_nothing_is_torn(
 
 
 def _jobs_of_all(folder: Path) -> dict[int, int]:
-    """Restore every checkpoint, bit for bit; return whose they are, by step."""
+    """Restore every checkpoint, bit for bit; return the job that wrote each step."""
     objects = save_shared.make_objects()
     manager = hs.CheckpointManager(folder / "checkpoints", **objects)
     found = {}
@@ -208,7 +208,7 @@ def _jobs_of_all(folder: Path) -> dict[int, int]:
 
 
 def _check_refusals(folder: Path, job: int) -> int:
-    """Check that each was clear; return how many there were."""
+    """Check that each refusal has a clear text; return the number of refusals."""
     refused = (folder / f"refused-{job}").read_text().splitlines()
     for text in refused:
         assert "expected" in text, text
@@ -246,7 +246,7 @@ def test_two_jobs_that_save_the_same_steps_in_one_folder(
     for job in range(2):
         assert len(told[job]) + _check_refusals(tmp_path, job) == count
     print("acknowledged to each:", *map(len, told))
-    # Each file is that of the job which was told that it has it, and of no other.
+    # Each file belongs to the job that acknowledged its step, and to no other job.
     wanted = {step: job for job in range(2) for step in told[job]}
     assert len(wanted) == len(told[0]) + len(told[1])
     assert _jobs_of_all(tmp_path) == wanted
@@ -262,7 +262,7 @@ def test_new_job_beside_writers_that_outlived_their_launcher(
         running(tmp_path, "save_shared.py", 0, how, 100_000, "next") as old,
         running(tmp_path, *words) as new,
     ):
-        # The old ranks may not live for long: the new ones are ready to begin.
+        # Start the new job first, because the old ranks may not live for long.
         assert wait_until((tmp_path / "ready-1").exists, LIMIT_SECONDS), new
         (tmp_path / "start-0").touch()
         saved = tmp_path / "acknowledged-0"
@@ -283,10 +283,10 @@ def test_new_job_beside_writers_that_outlived_their_launcher(
     assert of[1] == told[1]
     assert len(told[1]) == 10
     assert of[0] >= told[0]
-    # One that was published at the very end, before it was told.
+    # One save may have been published at the very end, without an acknowledgment.
     assert len(of[0] - told[0]) <= 1
     print(_check_refusals(tmp_path, 1), "saves of the new ones were refused")
-    # What the old ones were in the middle of went with this process's manager.
+    # The manager of this process has removed the unfinished files of the old ranks.
     assert not torn(tmp_path)
 
 
@@ -300,7 +300,7 @@ def test_save_under_way_at_the_end_is_finished_or_dropped(
     assert not ended.survivors, ended
     names = sorted(listed(tmp_path))
     if end == "raise":
-        # The job is ended at once, with an older checkpoint and perhaps a torn file.
+        # The job ends at once, with the older checkpoint and perhaps a torn file.
         assert "ckpt-0000000001.h5" in names, ended
     else:
         assert names == [f"ckpt-{step:010d}.h5" for step in (1, 2)], ended

@@ -1,4 +1,4 @@
-"""``hpcstrat ckpt bench`` under a launcher: all ranks write, one speaks, none hangs."""
+"""``hpcstrat ckpt bench`` under a launcher: all ranks write, and rank 0 reports."""
 
 from __future__ import annotations
 

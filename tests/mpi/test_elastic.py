@@ -1,6 +1,6 @@
-"""Training goes on after the loss of a rank, and comes to the right result.
+"""Training continues after the loss of a rank, and has the right result.
 
-Each case is a whole program, launched with a hard limit.
+Each case is a whole program, launched with a hard time limit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.mpi.programs.started import (
     ulfm,
 )
 
-# The jobs mostly start, and wait.
+# Two jobs at once, because jobs spend most of their time starting and waiting.
 AT_ONCE = 2
 
 Case = tuple[int, dict[str, Any]]
@@ -36,7 +36,7 @@ Case = tuple[int, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Any]:
-    """Return the result of one process."""
+    """Return the result of the same training in one process."""
     return undisturbed({})
 
 
@@ -96,7 +96,7 @@ AT_STEP = {"dataset": 5, "between": 5, "reduce": 5, "commit": 5}
 def test_goes_on_with_fewer_wherever_a_rank_dies(
     each: int | None, places: tuple[str, ...], expected: dict[str, Any]
 ) -> None:
-    # Where there is one worker, in shared memory; where there are several, in MPI.
+    # One worker uses shared memory, several workers use MPI between them.
     n = 3 if each is None else 4
     cases = [
         (
@@ -150,9 +150,10 @@ def test_lost_part_of_a_sum_is_named_unless_a_partner_has_it(
     )
     judge(kept, expected, exact=True)
     _fail_for([judge(lost, expected), kept])
-    # Its rows of the five steps before, of batches of 12.
+    # Replica 1 loses its rows of five steps; a step has 12 rows.
     assert lost.results[0]["seen"] == expected["seen"] - 5 * 4
-    # The same on all replicas; one that is new begins with the mean of the others.
+    # The mean is equal on all replicas; a new replica starts with the mean of the
+    # others.
     assert lost.results[0]["mean"] == expected["mean"]
     said = "the parts of replicas [1] in the sums variables/sums/seen"
     assert said in lost.stderr
@@ -182,11 +183,11 @@ def test_several_losses(expected: dict[str, Any]) -> None:
     first = _kill(1, "reduce", 5)
     spares = {"spare_ranks": 2, "partner_copies": True}
     cases = {
-        # One after the other, the second one of a rank 0.
+        # Two losses in a row, the second one of rank 0.
         3: (5, {"kills": [first, _kill(0, "reduce", 8)], "run": spares}),
-        # At the same moment.
+        # Two losses at the same moment.
         2: (4, {"kills": [first, _kill(0, "reduce", 5)]}),
-        # While the survivors start again, until one is left.
+        # Losses while the survivors start again, until one rank is left.
         1: (
             4,
             {
@@ -206,7 +207,7 @@ def test_several_losses(expected: dict[str, Any]) -> None:
 
 
 def _kill_spare(folder: Path) -> float:
-    """Kill the last rank, which waits."""
+    """Kill the last rank, a spare rank that waits."""
     assert wait_until((folder / "started").exists, 60)
     time.sleep(0.2)
     os.kill(int((folder / "3.process").read_text()), signal.SIGKILL)
@@ -219,7 +220,7 @@ def test_loss_of_a_spare_disturbs_nobody(expected: dict[str, Any]) -> None:
     alone = attempt(local(4), options, disturb=_kill_spare)
     judge(alone, expected, exact=True)
     _wrong_replicas(alone, 3, 3)
-    # It is not there any more when it is wanted.
+    # The spare rank no longer exists when its place is needed.
     options["kills"] = [_kill(0, "reduce", 8)]
     wanted = judge(attempt(local(4), options, disturb=_kill_spare), expected)
     _wrong_replicas(wanted, 2, 2)
@@ -254,7 +255,7 @@ def test_refused_where_no_loss_can_be_survived() -> None:
         (ended.returncode, ended.stderr),
     ):
         assert code, said
-        # Both ranks have it; the first of them may end the job before the other.
+        # Both ranks raise the error; the first one may end the job before the second.
         assert "TopologyError" in said
         assert advice in said
         assert IS_OPEN_MPI or "found MPICH" in said
@@ -283,7 +284,7 @@ def test_error_names_the_lost_rank_and_the_others_can_go_on(
     ended = _run(4, "lost_rank.py", way, each)
     assert ended.returncode == 0, str(ended)
     assert not ended.survivors, str(ended)
-    # MPI_Finalize may wait for the dead for ever.
+    # The ranks exit without MPI_Finalize, which may wait for dead ranks for ever.
     for text in ("noticed (3,)", "again (3,)", "done", "left"):
         assert ended.stdout.count(text) == 3, str(ended)
 

@@ -1,7 +1,7 @@
-"""No way of leaving on one rank leaves the others waiting, and the cause comes first.
+"""A rank that leaves in any way does not leave other ranks waiting.
 
-Each case is a whole program, launched with a hard limit; the cases of a test run at the
-same time.
+The first traceback shows the cause. Each case is a whole program, launched with a hard
+time limit; the cases of a test run at the same time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 from tests.docs.said import assert_said
 from tests.mpi.programs.started import IS_OPEN_MPI, PROGRAMS, Ended, run_command, start
 
-# Where the others wait, the number of ranks, and the rank that leaves.
+# The place where the other ranks wait, the number of ranks, and the rank that leaves.
 WAITS = (
     ("reduce", 2, 0),
     ("run", 3, 1),
@@ -27,14 +27,13 @@ WAITS = (
 )
 AT_ONCE = 4
 FULL = pytest.mark.full
-# Of ways to leave that look alike, one is tried wherever others wait, each other one at
-# half of these places.
+# Of similar ways to leave, one is tested with all waits, the others with half of them.
 SOME, OTHERS = WAITS[::3], WAITS[1:3]
 Waits = Sequence[tuple[str, int, int]]
 
 
 def _all(function: Callable[..., Ended], calls: Sequence[tuple[Any, ...]]) -> None:
-    """Make calls at the same time; fail with everything that is wrong in any."""
+    """Make calls at the same time; fail with the problems of all calls."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         problems = [text for text in pool.map(lambda a: function(*a), calls) if text]
     if problems:
@@ -42,7 +41,7 @@ def _all(function: Callable[..., Ended], calls: Sequence[tuple[Any, ...]]) -> No
 
 
 def _wrong(ended: Ended, *problems: str) -> str:
-    """Return what is wrong with how a program ended, with all that it wrote."""
+    """Return the problems of a program's end with its whole output, or ""."""
     found = [text for text in problems if text]
     if ended.returncode is None:
         found.insert(0, "it did not end")
@@ -52,7 +51,7 @@ def _wrong(ended: Ended, *problems: str) -> str:
 
 
 def _first(ended: Ended, *words: str) -> str:
-    """Check the first traceback."""
+    """Return a problem if the first traceback does not end with some words."""
     if not ended.tracebacks:
         return f"no traceback, expected one with {words}"
     last = ended.tracebacks[0].rstrip().rpartition("\n")[2]
@@ -120,7 +119,7 @@ def test_others_are_told_who_has_left(way: str, waits: Waits) -> None:
 
 
 def _died(way: str, ended: Ended) -> str:
-    """MPICH's launcher ends the other ranks and takes status 0 for its own."""
+    """Return the problem; for ``os_exit``, MPICH's launcher exits with status 0."""
     return "" if way == "os_exit" and not IS_OPEN_MPI else _failed(ended)
 
 
@@ -202,7 +201,7 @@ def _several_case(way: str, n: int, rank: int, option: str) -> str:
 def test_two_open_strategies_hide_no_exit(
     cases: list[tuple[str, int, int, str]],
 ) -> None:
-    """The others wait in a collective of the second."""
+    """The other ranks wait in a collective of the second strategy."""
     _all(_several_case, cases)
 
 
@@ -243,7 +242,7 @@ def _late_case(wait: str, n: int) -> str:
 
 
 def _caught_case(way: str) -> str:
-    """The others catch the error and end well: so does the job, as far as they can."""
+    """The other ranks catch the error and exit normally, with status 0."""
     ended = start(3, "leave.py", way, "caught", 1)
     count = ended.stdout.count("rank 1 had left the program")
     status = f"returncode {ended.returncode}" if ended.returncode else ""
@@ -381,11 +380,11 @@ def _shown_case(n: int, case: str, word: str, shown: int = 1) -> str:
     count = len(ended.tracebacks)
     number = "" if count == shown else f"{count} tracebacks"
     first = _first(ended, word) if shown else ""
-    # The job may end before the others have said anything.
+    # The job may end before every rank has printed its line.
     lines = re.findall("^hpcstrat: rank .*", ended.stderr, re.MULTILINE)
     each = "" if 1 <= len(lines) <= n else f"{len(lines)} lines"
     if not shown:
-        # Then they say where, and whose error it is.
+        # Without a traceback, the lines name the place and the rank of the error.
         told = [" at plain.py:", "rank 1 failed in reduce (plain.py:"]
         each += "".join(f"no {w!r}" for w in told if w not in lines[0])
     notice = "MPI_ABORT was invoked" in ended.stderr

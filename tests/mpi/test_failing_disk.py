@@ -1,4 +1,4 @@
-"""Disks that fail on one rank: all ranks are told, and what was saved before stays."""
+"""Disk failures on one rank: all ranks raise, and older checkpoints remain."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SOURCE = Path(__file__).parents[1] / "faults" / "failing.c"
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the library whose calls fail when they are told to."""
+    """Return a compiled library that makes chosen system calls fail."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler: calls of the system cannot be made to fail")
@@ -27,8 +27,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# The least number of failures: of blocks, of the parts' and the file's flushes, and of
-# what replica 0 does alone.
+# The least number of failures: writes of blocks, flushes of parts and of the file, and
+# the calls that only replica 0 makes.
 @pytest.mark.parametrize(
     ("how", "least"), [("wait", 18), ("go", 18), ("restore", 8), ("limit", 4)]
 )

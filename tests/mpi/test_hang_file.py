@@ -1,4 +1,4 @@
-"""The file that a job leaves when it hangs, or an error ends it, says why."""
+"""The file that a job leaves after a hang or an error explains the cause."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_late_rank_is_explained(tmp_path: Path) -> None:
     assert "3 ranks, " in text
     assert "ranks [0, 2] have waited" in text
     assert "in evaluate (train.py:" in text
-    # In the table: the calls of each, and what it does.
+    # The table lists the calls of each rank, and its current activity.
     assert "in the program" in text
     assert "waits in a call" in text
     assert "What to look at: - rank 1 on" in text

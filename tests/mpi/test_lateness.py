@@ -54,7 +54,7 @@ def test_nothing_is_said_where_little_was_lost(tmp_path: Path, mode: str) -> Non
 
 
 def _signalled(folder: Path, number: int) -> None:
-    """Send a signal to all ranks, and let them end a while later."""
+    """Send a signal to all ranks, and let them end some time later."""
     pids = folder / "pids"
     deadline = time.monotonic() + LIMIT_SECONDS
     while not pids.exists() and time.monotonic() < deadline:
@@ -79,7 +79,7 @@ def test_each_worker_says_who_is_late_on_a_signal(
     assert sorted(workers) == (["0", "1", "2"] if more else ["0"]), str(ended)
     if not more:
         assert "late: replica 2" in ended.stderr
-        # The wait that goes on is told of, too.
+        # The report also counts the wait that has not ended yet.
         longest = re.search(r"longest wait: (\S+) s", ended.stderr)
         assert longest is not None
         assert float(longest[1]) > 1
@@ -87,7 +87,7 @@ def test_each_worker_says_who_is_late_on_a_signal(
 
 
 def _check_timeline(folder: Path, *, cut: bool) -> Any:
-    """Merge what is there by the command; return the timeline."""
+    """Merge the recorded files with the command; return the timeline."""
     output = folder / "trace.json"
     command = ["timeline", "merge", str(folder), "-o", str(output)]
     result = CliRunner().invoke(main, command)
@@ -109,7 +109,7 @@ def test_whole_program_is_recorded_by_a_setting(tmp_path: Path) -> None:
     assert ended.returncode == 0, str(ended)
     timeline = _check_timeline(folder, cut=False)
     assert all(file.whole for file in timeline.files)
-    # At the beginning, and at the end.
+    # There is one sample at the beginning, and one at the end.
     assert len(timeline.files[0].samples) == 2
 
 
@@ -132,9 +132,9 @@ def test_uncaught_error_leaves_a_timeline_up_to_its_end(tmp_path: Path) -> None:
 
 
 def _shifted_launch(folder: Path, seconds: int) -> list[str]:
-    """Return a command for two workers, the second with another clock than the first.
+    """Return a command for two workers whose clocks differ by some seconds.
 
-    A time namespace shifts CLOCK_MONOTONIC, as if the host had been started earlier.
+    A time namespace shifts CLOCK_MONOTONIC, as if the second host had started earlier.
     """
     program = [sys.executable, str(PROGRAMS / "late.py"), "return", str(folder), "each"]
     one = launch_command(1)

@@ -1,4 +1,4 @@
-"""The pytest plugin: a project's tests that are marked with ranks run on that many."""
+"""The pytest plugin that runs tests with a mark on the marked numbers of ranks."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _done(folder: Path, command: list[str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a project of tests, which asks for several processes."""
+    """Return a folder with a project of tests, which run in several processes."""
     folder = tmp_path_factory.mktemp("project")
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "pytest.ini").write_text(
@@ -163,7 +163,7 @@ Section = Callable[[str], str]
 
 @pytest.fixture
 def section(run: subprocess.CompletedProcess[str]) -> Section:
-    """Return a function that finds what pytest shows of a test that failed."""
+    """Return a function that finds pytest's report of a failed test."""
 
     def find(name: str) -> str:
         found = re.search(

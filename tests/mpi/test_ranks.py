@@ -1,4 +1,4 @@
-"""Run the rank-agnostic tests of tests/mpi/ranks inside MPI jobs of 1 to 4 ranks."""
+"""Run the rank tests of tests/mpi/ranks inside MPI jobs of 1 to 4 ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["rank_files"]
 
 FOLDER = Path(__file__).parent / "ranks"
 FILES = names_in(FOLDER)
-# Of the ways through shared memory, which are others where there is no kernel.
+# Tests of shared memory code, which differs if there is no compiled kernel.
 OF_NUMPY = ("all_reduce", "areas", "arrays", "breaks", "reductions", "repeats")
 FILES_OF_NUMPY = [name for name in FILES if name.partition("check_")[2] in OF_NUMPY]
 
@@ -32,8 +32,8 @@ def test_rank_tests_pass_where_they_can_fail(
 def test_rank_tests_pass_without_the_kernel(
     rank_files: RankFiles, request: pytest.FixtureRequest, n: int, file: str
 ) -> None:
-    # Several replicas of a worker, in as many jobs as can fail: between workers the
-    # kernel sums nothing.
+    # Run several replicas of one worker, at the sizes that can fail: between workers
+    # the kernel sums nothing.
     options = "--short", "--layout=one_worker"
     rank_files.num_passed(request, FOLDER, *options, env={"HPCSTRAT_NATIVE": "0"})
 

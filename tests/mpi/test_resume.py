@@ -1,4 +1,4 @@
-"""Training that was killed and went on ends with the same bits as one that was not."""
+"""Training that was killed and resumed ends with the same bits as without a kill."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FULL = pytest.mark.full
 
 
 def _run(n: int, how: str, folder: Path) -> list[dict[str, Any]]:
-    """Run a job; return what its ranks have written."""
+    """Run a job; return the results that its ranks have written."""
     ended = start(n, "resume.py", folder, how, limit=120)
     assert (ended.returncode != 0) == (how in SAVED), ended
     assert not ended.survivors, ended
@@ -24,14 +24,14 @@ def _run(n: int, how: str, folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-# Alone, and with a first, a middle and a last rank.
+# One rank alone, and jobs with a first, a middle and a last rank.
 @pytest.mark.parametrize(
     "n", [1, pytest.param(2, marks=FULL), 3, pytest.param(4, marks=FULL)]
 )
 def test_killed_jobs_that_go_on_end_with_the_same_bits(n: int, tmp_path: Path) -> None:
     wanted = _run(n, "plain", tmp_path)
     assert [one["began"] for one in wanted] == [None] * n
-    # Killed after a save, then after one in the background, then to the end.
+    # Kill after a save, then after a save in the background, then run to the end.
     for how, began in (("wait", None), ("go", SAVED["wait"]), ("end", SAVED["go"])):
         found = _run(n, how, tmp_path)
         assert [one["began"] for one in found] == [began] * n
@@ -39,7 +39,7 @@ def test_killed_jobs_that_go_on_end_with_the_same_bits(n: int, tmp_path: Path) -
         for name, value in other["result"].items():
             assert one["result"][name] == value, name
         assert one["result"].keys() == other["result"].keys()
-    # No row was left out or came twice in the epochs that were interrupted.
+    # Every row occurs exactly once in the epochs that were interrupted.
     rows = found[0]["result"]["rows"]
     steps = -(-ROWS // BATCH)
     assert len(rows) > 2 * ROWS

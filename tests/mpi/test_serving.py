@@ -1,4 +1,4 @@
-"""Servers and workers end when the coordinator does, and name who is lost."""
+"""Servers and workers end when the coordinator ends, and name lost ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_all_ranks_end_with_the_coordinator(way: str) -> None:
     if way == "raise":
         assert "ValueError: the cause" in ended.tracebacks[0], str(ended)
     if way == "worker" and IS_OPEN_MPI:
-        # The launcher, or a rank that has seen it before.
+        # The launcher names the lost rank, or a rank that noticed the loss before.
         assert re.search(r"rank 2|ranks \[2\]", ended.stderr), str(ended)
 
 
@@ -58,7 +58,7 @@ def test_ranks_end_where_mpi_has_not_told_them_of_a_loss() -> None:
     ended = run_command(command, "serving.py lost", 30, {})
     assert ended.returncode == 0, str(ended)
     assert "closed" in ended.stdout, str(ended)
-    # MPI_Finalize of one that was not told waits for ever, now and then.
+    # A rank that does not know of the loss could wait in MPI_Finalize for ever.
     assert "asked" not in ended.stdout, str(ended)
     assert not ended.survivors, str(ended)
 
@@ -74,9 +74,9 @@ _CLUSTER, _CONNECTION = (
     ("place", "rank"),
     [
         ("start", 3),
-        # Whoever is left may coordinate, when nothing has begun.
+        # Any remaining rank may become the coordinator if nothing has begun.
         ("start", 0),
-        # Another rank waits for this one, others go on to an agreement.
+        # One rank waits for this rank; the others continue to an agreement.
         (f"{_CONNECTION}._agree_on_settings", 1),
         (f"{_CLUSTER}._roles", 2),
         *[
@@ -125,7 +125,7 @@ def test_goes_on_without_a_worker_and_without_a_server(servers: int, rank: int) 
 @pytest.mark.parametrize(
     ("kills", "spares"),
     [
-        # The worker, the server, both, and a spare rank that nobody needs.
+        # The losses: the worker, the server, both, and a spare rank that is not needed.
         ((2,), 1),
         pytest.param((1,), 1, marks=pytest.mark.full),
         pytest.param((2, 1), 2, marks=pytest.mark.full),

@@ -1,4 +1,4 @@
-"""Pitfalls of networks and launchers, made on purpose with the real MPI libraries."""
+"""Warnings about misconfigured networks and launchers, with real MPI libraries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ no_infiniband = pytest.mark.skipif(
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str, **settings: str) -> Finished:
-    """Run the program on two ranks with these settings of MPI's."""
+    """Run the program on two ranks with settings of MPI in the environment."""
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     return launch(2, [*words, sys.executable, "-c", PROGRAM], timeout=60)

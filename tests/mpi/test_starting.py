@@ -1,7 +1,7 @@
-"""Before and at the first strategy: who is missing is named, and nobody waits for ever.
+"""Errors before and at the first strategy: missing ranks are named, without a hang.
 
-Each case is a whole program, launched with a hard limit; the cases of a test run at the
-same time.
+Each case is a whole program, launched with a hard time limit; the cases of a test run
+at the same time.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from tests.docs.said import assert_said
 from tests.mpi.programs.started import IS_OPEN_MPI, Ended, start
 
 WARN = 1.5
-# The least at the start.
+# The smallest limit that is allowed at the start.
 LIMIT = 10.0
 AT_ONCE = 3
-# A busy machine takes its time.
+# Limit for a whole program on a busy machine.
 TIME = 60.0
 
 
@@ -47,7 +47,7 @@ def _check_ended(ended: Ended) -> None:
 
 
 def _check_named(ended: Ended, late: int, *words: str) -> None:
-    """Check that the others have said for whom they wait, with its place."""
+    """Check that the other ranks report the rank that they wait for, with its place."""
     _check_ended(ended)
     report = rf"waited \d+ s in (the )?creation of Multi.* for rank {late} on \S+"
     assert re.search(report, ended.stderr), str(ended)
@@ -71,7 +71,7 @@ def _check_orders(ended: Ended) -> None:
 
 
 def test_rank_that_does_not_come_is_named_with_what_it_does() -> None:
-    """Before MPI and after; so are ranks that make strategies in another order."""
+    """The missing rank is named before and after MPI starts, with its activity."""
     calls = [
         (2, "sleeps", "first", 1),
         (2, "sleeps", "mpi", 0),
@@ -104,7 +104,7 @@ def test_rank_that_comes_late_disturbs_nobody() -> None:
 
 
 def _check_ends(calls: Sequence[tuple[Any, ...]]) -> None:
-    """Check that the job has ended long before the limit."""
+    """Check that each job has ended long before the limit."""
     for ended, (_, how, when, late) in zip(
         _together(calls, limit=300), calls, strict=True
     ):
@@ -164,7 +164,7 @@ def test_any_wrong_argument_of_one_rank_is_an_error_of_all(when: str) -> None:
 
 @pytest.mark.slow
 def test_wrong_communicator_does_not_keep_its_rank_waiting() -> None:
-    """The others may wait on another one, where nobody can tell them."""
+    """The other ranks may use another communicator, where no rank can notify them."""
     (ended,) = _together([(2, "comm", "mpi", 0)], limit=30)
     assert "own: expected an intracommunicator" in ended.stdout, str(ended)
 
@@ -176,7 +176,8 @@ def test_nothing_is_left_in_memory() -> None:
     before = left()
     (ended,) = _together([(2, "os_exit", "mpi", 1)], limit=30)
     assert ended.returncode is not None
-    # Jobs of other tests begin meanwhile, too.
+    # Ignore files of jobs of other tests, which are removed when these jobs have
+    # started.
     more = left() - before
     assert wait_until(lambda: not more & left(), 20), more
 
@@ -189,7 +190,7 @@ def test_nothing_is_left_in_memory() -> None:
     ],
 )
 def test_children_of_ranks_make_no_strategy(how: str, when: str) -> None:
-    """Nor do they disturb the ranks that have made them."""
+    """The children do not disturb the ranks that have made them, either."""
     ended = start(2, "children.py", how, when, limit=TIME)
     assert ended.returncode == 0, str(ended)
     assert not ended.survivors, str(ended)
@@ -217,10 +218,10 @@ def _loaded() -> set[str]:
 
 
 def test_programs_on_cpus_load_nothing_of_gpus() -> None:
-    """Ten thousand ranks read every module from the same file system."""
+    """Loaded modules matter: ten thousand ranks read them from the same file system."""
     for loaded in testing.run(2, _loaded):
         of_gpus = {name for name in loaded if name.startswith("hpcstrat.engine.gpu")}
-        # What asks whether there are any.
+        # These modules only check whether there are GPUs.
         assert of_gpus <= {
             "hpcstrat.engine.gpu",
             "hpcstrat.engine.gpu.library",

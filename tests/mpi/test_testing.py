@@ -1,4 +1,4 @@
-"""``hpcstrat.testing`` says what became of each rank and leaves no process behind."""
+"""``hpcstrat.testing`` reports the end of each rank, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_timeout_shows_where_each_rank_is_and_ends_it() -> None:
             time.sleep(600)
 
         if MPI.COMM_WORLD.rank == 1:
-            # mpirun asks its ranks to end before it is killed itself.
+            # mpirun sends SIGTERM to its ranks before it is killed itself.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             stay_away()
         MPI.COMM_WORLD.Barrier()
@@ -188,7 +188,7 @@ def test_killed_launcher_leaves_nothing_that_stops_a_later_one(tmp_path: Path) -
     temporary = Path(tempfile.gettempdir())
     before = set(temporary.iterdir())
     finished = testing.launch(1, [sys.executable, program, number])
-    assert finished.returncode != 0  # MPICH: the one that started the rank is killed.
+    assert finished.returncode != 0  # With MPICH, only the rank's parent is killed.
     left = set(temporary.glob(f"*.{number.read_text()}"))
     assert left <= before
 

@@ -34,7 +34,7 @@ def words(*options: object) -> list[str]:
 
 
 def train(n: int, *options: object) -> Finished:
-    """Run the job on n ranks; it must end well."""
+    """Run the job on n ranks, and assert that it succeeds."""
     finished = launch(n, words(*options), timeout=TIMEOUT_SECONDS)
     assert finished.returncode == 0, finished.stderr + finished.stdout
     return finished
@@ -138,7 +138,7 @@ def test_each_epoch_has_its_line_where_there_is_no_terminal() -> None:
     assert lines[-1].endswith(f", {last}")
 
 
-# Three have a first, a middle and a last one.
+# Three ranks have a first, a middle and a last one.
 @pytest.mark.parametrize(
     "n", [pytest.param(2, marks=FULL), 3, pytest.param(4, marks=FULL)]
 )
@@ -169,7 +169,7 @@ def test_logical_replicas_give_the_same_bits_on_any_number_of_ranks(
 
 
 def test_batches_smaller_than_the_number_of_ranks_train_alike(tmp_path: Path) -> None:
-    # 1,438 images in batches of 479 leave a last batch of one: the others get none.
+    # 1,438 images in batches of 479 leave one image in the last batch, for one rank.
     options = ("--epochs", 2, "--dtype", "float64", "--global-batch", 479)
     expected = train_and_load(1, tmp_path, *options)
     found = train_and_load(3, tmp_path, *options)
@@ -194,7 +194,7 @@ def test_a_longer_run_resumes_a_shorter_one_bit_by_bit(n: int, tmp_path: Path) -
 
 
 def kill_after_first_checkpoint(n: int, folder: Path) -> int:
-    """Start a long run on n ranks, kill it, and return the epochs that it saved."""
+    """Start a long run on n ranks, kill it, and return the number of epochs saved."""
     options = ("--epochs", 1000, "--checkpoint-dir", folder)
     with subprocess.Popen(
         [*launch_command(n), *words(*options)],
@@ -227,7 +227,7 @@ def test_a_killed_run_resumes_bit_by_bit(tmp_path: Path) -> None:
 
 
 def kill_at_some_time(n: int, folder: Path, seconds: float) -> None:
-    """Start or resume a long run, and kill all of it after some time with a log."""
+    """Start or resume a long run with a log, and kill all of it after some time."""
     options = ("--epochs", 1000, "--checkpoint-dir", folder, "--resume")
     with subprocess.Popen(
         [*launch_command(n), *words(*options, *TENSORBOARD)],
@@ -296,10 +296,10 @@ def test_picture_is_drawn(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("n", "options", "message"),
     [
-        # What the first rank finds, and what all find by themselves.
+        # Errors that the first rank finds, and errors that all ranks find.
         (2, ["--data", "{tmp}/none.h5"], "found no such file; make it with"),
         (2, ["--epochs", "0"], "0 is not in the range"),
-        # Others of the one kind, and the other.
+        # Further errors of the first kind, and of the second kind.
         (1, ["--data", "{tmp}/text"], "expected an HDF5 file with"),
         (1, ["--checkpoint-dir", "{tmp}/text"], "found {tmp}/text: a file"),
         (1, ["--dump", "{tmp}/text/weights.npz"], "found {tmp}/text: a file"),

@@ -1,4 +1,4 @@
-"""A rank that does not come is named, with what it does; the job then ends."""
+"""A missing rank is named, with its current activity; then the job ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.mpi.programs.started import Ended, start
 AT_ONCE = 3
 WARN = 1.5
 LIMIT = 5.0
-# A busy machine takes its time.
+# Limit for a whole program on a busy machine.
 TIME = 60.0
 FROZEN = "is stopped"
 HELD = "C code holds the interpreter lock"
@@ -69,8 +69,8 @@ WAYS = {
 def test_late_rank_is_named_with_what_it_does(
     n: int, late: int, options: tuple[int, ...]
 ) -> None:
-    """One worker; one rank per worker; two ranks per worker."""
-    # Workers change what is said of the others, not what is said of the late one.
+    """Test one worker, one rank per worker, and two ranks per worker."""
+    # Layouts change the report's text about waiting ranks, not about the late rank.
     ways = {"holds": WAYS["holds"], "stop": WAYS["stop"]} if options else WAYS
     calls = [(n, how, "reduce", late, *options) for how in ways]
     for ended, words in zip(_together(calls), ways.values(), strict=True):
@@ -93,7 +93,7 @@ def test_rank_that_waits_at_its_end_names_the_late_one() -> None:
     ]
     for ended, (n, _, _, late, *_) in zip(_together(calls), calls, strict=True):
         _check(ended, late, "at the end of the program (call 5)")
-        # Launchers let a stopped process go on before they end it.
+        # Launchers let a stopped process continue before they end it.
         assert ended.stdout.count("done") >= n - 1, str(ended)
         assert f"leaving the program within {LIMIT:g} s" in ended.stderr, str(ended)
 
@@ -107,7 +107,7 @@ def test_rank_that_comes_after_a_warning_disturbs_nobody() -> None:
 
 
 def test_expected_slowness_is_respected() -> None:
-    """Also where the slow rank is alone in its worker, and stuck in C code."""
+    """Slowness is also respected in a worker of one rank, and in C code."""
     calls = [
         (3, "slow", "reduce", 1),
         (3, "slow_in_c", "reduce", 0),
@@ -142,7 +142,7 @@ def test_rank_that_mpi_blocks_ends_the_job() -> None:
     ("n", "each"), [(3, 1), pytest.param(4, 2, marks=pytest.mark.full)]
 )
 def test_rank_that_stops_in_the_midst_of_a_sum_is_named(n: int, each: int) -> None:
-    """Others have got parts of it, and wait for more."""
+    """The other ranks have received parts of the rank's array, and wait for more."""
     ended = _late(n, "stop", "piece", n - 1, each)
     report = _check(ended, n - 1, FROZEN)
     assert "reduce(SUM) of float32[10485760]" in report, str(ended)
@@ -190,7 +190,7 @@ def test_rank_in_c_code_is_not_made_to_show_its_stack_where_that_is_off() -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("hows", [("stop",), ("holds", "sums")])
 def test_every_one_of_many_silent_ranks_is_named(hows: tuple[str, ...]) -> None:
-    """20 of each kind, at random places."""
+    """Test 20 jobs with random numbers of ranks, places and layouts."""
     rng = random.Random(f"{hows}{launch_command(1)}")
     calls = []
     for number in range(20):

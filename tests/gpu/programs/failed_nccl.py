@@ -1,4 +1,4 @@
-"""Sit in CUDA, waiting for a kernel that never ends, when NCCL has failed."""
+"""Wait in CUDA for a kernel that never ends, after NCCL has failed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hpcstrat.safety.watchdog import gpu_watch
 
 
 class Failed:
-    """A communicator that another GPU does not answer any more."""
+    """A communicator whose remote GPU no longer answers."""
 
     def check_async_error(self) -> None:
-        """Say so."""
+        """Raise the error of NCCL."""
         raise RuntimeError("NCCL_ERROR_REMOTE_ERROR: network error")
 
 
 def main() -> None:
-    """Fail on replica 0; the other waits for it in a call of MPI."""
+    """Fail on replica 0, while the other replica waits for it in a call of MPI."""
     gpu_watch._GRACE_SECONDS = 1.0
     strategy: Any = hs.MultiWorkerMirroredStrategy()
     total = strategy.reduce("sum", cupy.ones(8), axis=None)

@@ -1,9 +1,9 @@
-"""Train on GPUs with `hs.elastic.run`, and lose a rank: see `main` for its words.
+"""Train on GPUs with `hs.elastic.run`, and lose a rank: ``lost_rank.py``.
 
-WHERE the last rank dies: ``between`` calls, when all have come to a reduction
-(``inside``), when it has given its part to its stream (``behind``), or before a
-``commit``. EACH is the number of replicas of a worker, or 0; SPARE is how many ranks
-wait.
+The words are WHERE EACH SPARE. WHERE is the moment at which the last rank dies:
+``between`` calls, when all ranks have reached a reduction (``inside``), when the rank
+has queued its part in its stream (``behind``), or before a ``commit``. EACH is the
+number of replicas of a worker, or 0; SPARE is the number of spare ranks.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ import numpy as np
 import hpcstrat as hs
 
 STEPS, LOSS_STEP = 8, 4
-# A sum in one meeting, and one of segments; both of several pieces of a ring.
+# A sum in one message exchange, and one of segments, both in several pieces of a ring.
 LENGTHS = (300, 60_000)
 
 
 def die() -> None:
-    """End without a word."""
+    """Kill this process without any message to the other ranks."""
     os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 
 
 def die_inside(strategy: Any) -> None:
-    """Let this rank die when it comes to its part of a reduction on the device."""
+    """Kill this rank when it reaches its part of a reduction on the device."""
     for transport in strategy.collectives.channel.device_group._transports.values():
         type(transport).reduce = lambda *_: die()
 
 
 def expected() -> list[float]:
-    """Return what becomes of the weights, without a GPU."""
+    """Return the expected weights, computed without a GPU."""
     weights = velocity = 0.0
     for step in range(STEPS):
         velocity = 0.5 * velocity - 0.25 * (step + 1)
@@ -46,7 +46,7 @@ def expected() -> list[float]:
 
 
 def train(strategy: Any, memory: Any) -> list[float]:
-    """Come to weights that do not depend on who is left."""
+    """Train weights that do not depend on which ranks are left."""
     where, size = sys.argv[1], strategy.num_replicas_in_sync
     with strategy.scope():
         weights = [
@@ -87,7 +87,7 @@ def train(strategy: Any, memory: Any) -> list[float]:
 
 
 def main() -> None:
-    """Run ``lost_rank.py WHERE EACH SPARE``, and compare."""
+    """Run ``lost_rank.py WHERE EACH SPARE``, and compare the weights."""
     each, spare = map(int, sys.argv[2:])
     found = hs.elastic.run(
         train,

@@ -1,4 +1,4 @@
-"""End after a reduction, without ``close()``; see `main` for who looks at the sum."""
+"""End after a reduction without ``close()``, and check the sum at exit."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _kept: list[Any] = []
 
 @atexit.register
 def _look() -> None:
-    """Look at the sum on replica 0, which comes after the rank has left.
+    """Check the sum on replica 0 at exit, after the rank has left the job.
 
-    By then the other ranks are gone.
+    By then the other ranks have ended.
     """
     strategy, total, communicators = _kept
     if strategy.replica_id == 0:
@@ -27,7 +27,7 @@ def _look() -> None:
         print(f"sum right: {right}, NCCL freed: {freed}", flush=True)
 
 
-# After the function above, so that its own comes before it at the end.
+# Import hpcstrat after the registration above, so that its exit function runs first.
 import hpcstrat as hs  # noqa: E402
 
 
@@ -47,7 +47,7 @@ def main() -> None:
     ones = cupy.ones(LENGTH, cupy.float32)
     strategy.reduce("sum", ones, axis=None)
     cupy.cuda.get_current_stream().synchronize()
-    # A kernel of each rank takes so long to begin.
+    # A kernel of each rank may start this much later.
     cupy._standin.longest_delay = 0.5
     _kept.extend([strategy, strategy.reduce("sum", ones, axis=None), made])
 

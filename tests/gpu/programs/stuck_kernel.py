@@ -1,4 +1,4 @@
-"""Sit in CUDA, waiting for a kernel of NCCL whose other end stands still."""
+"""Wait in CUDA for a kernel of NCCL whose other rank is stuck."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hpcstrat.engine.gpu.transports import nccl_trial
 
 
 def main() -> None:
-    """Sum once; then the kernel of the last replica stands still."""
-    # The stand-in takes seconds for the largest sum.
+    """Sum once; then the kernel of the last replica hangs."""
+    # Skip the largest trial sum, for which the stand-in needs seconds.
     nccl_trial._TRIAL_BYTES = (4,)
     settings = hs.Settings(warn_seconds=0.5, limit_seconds=4.0)
     strategy: Any = hs.MultiWorkerMirroredStrategy(settings=settings)
@@ -23,7 +23,7 @@ def main() -> None:
     print("reduced", flush=True)
     os.environ["HPCSTRAT_STANDIN_NCCL_FAULT"] = f"tree endless {size - 1}"
     total = strategy.reduce("sum", cupy.ones(9), axis=None)
-    # NCCL says that all is well.
+    # NCCL reports no error here.
     print(float(total[0]))
 
 

@@ -1,1 +1,1 @@
-"""The tests of tests/mpi/ranks with arrays on GPUs in place of NumPy's."""
+"""The tests of tests/mpi/ranks with arrays on GPUs instead of NumPy arrays."""

@@ -1,9 +1,10 @@
 """A stand-in for the module ``numpy`` in the rank tests: its arrays are on a GPU.
 
-Functions that make arrays make CuPy's. Functions of CuPy's arrays are CuPy's; what CuPy
-does not have is computed on the host, and its results are put back. What compares
-arrays copies them to the host. Types, constants and scalars are NumPy's, as in CuPy,
-and arrays of types that CuPy does not have stay in host memory.
+Functions that make arrays return CuPy arrays. Functions on CuPy arrays are CuPy's; if
+CuPy does not have a function, it is computed on the host, and the results are copied
+back. Functions that compare arrays copy them to the host. Types, constants and scalars
+are NumPy's, as in CuPy, and arrays of types that CuPy does not have stay in host
+memory.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ __all__ = [
 
 _KINDS = "biufc"
 _MOST_BYTES = {"f": 8, "c": 16}
-# NumPy numbers its own types below this.
+# NumPy's own types have numbers below this.
 _FIRST_FOREIGN_TYPE = 256
 
-# These make an array of numbers.
+# Functions that make an array of numbers.
 _NUMBERS = ("arange", "eye", "frombuffer", "full", "identity", "linspace")
-# These make an array, whatever they are given.
+# Functions that make an array from any argument.
 _MAKE = ("array", "asarray", "ascontiguousarray", "asfortranarray", "empty", "ones")
 _MAKE += ("tile", "zeros")
-# What takes a list of arrays; elsewhere a list stands for an array.
+# Functions that take a list of arrays; for other functions, a list is an array.
 _JOIN = ("concatenate", "hstack", "stack", "vstack")
 _COMPARE = ("allclose", "array_equal")
-# CuPy's do not take arrays for all arguments.
+# Functions of CuPy that do not accept arrays for all arguments.
 _HOST_ONLY = ("repeat",)
 
 
 def has_type(dtype: Any) -> bool:
-    """Whether CuPy has arrays of a type."""
+    """Return whether CuPy has arrays of a type."""
     found = numpy.dtype(dtype)
     if found.kind not in _KINDS or found.num >= _FIRST_FOREIGN_TYPE:
         return False
@@ -53,10 +54,10 @@ def has_type(dtype: Any) -> bool:
 
 
 def is_device(value: Any) -> bool:
-    """Whether a value is an array on a GPU, or stands for one."""
+    """Return whether a value is an array on a GPU, or acts as one."""
     if not isinstance(value, ArrayOperators):
         return isinstance(value, cupy.ndarray)
-    # Without value(), which other ranks may have to take part in.
+    # Avoid value(), which may be a collective call.
     own = getattr(value, "_component", None)
     return isinstance(
         getattr(value, "_local", None) if own is None else own, cupy.ndarray
@@ -64,7 +65,7 @@ def is_device(value: Any) -> bool:
 
 
 def _map(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Change what plain lists, tuples and dictionaries hold."""
+    """Apply a function to the leaves of nested lists, tuples and dictionaries."""
     if type(value) in (list, tuple):
         return type(value)(_map(item, change) for item in value)
     if type(value) is dict:
@@ -73,17 +74,17 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def any_is(test: Callable[[Any], bool], tree: Any) -> bool:
-    """Whether something holds for an element of nested lists."""
+    """Return whether a test is true for an element of nested lists."""
     found: list[bool] = []
     _map(tree, lambda leaf: found.append(test(leaf)))
     return any(found)
 
 
 def _array_of(value: Any) -> Any:
-    """Return the CuPy array of what is one, or stands for one."""
+    """Return the CuPy array of a value that is an array, or acts as one."""
     if isinstance(value, cupy.ndarray):
         return value
-    # The aggregate of some variables is made when it is asked for.
+    # Some variables compute their aggregate only when it is requested.
     return value.value() if hasattr(value, "read_value") else cupy.asarray(value)
 
 
@@ -103,14 +104,14 @@ def on_device(tree: Any) -> Any:
 
 
 def _gathered(value: Any) -> Any:
-    """Return an array, a number, or nested lists of them, of CuPy's arrays."""
+    """Return nested lists of numbers or arrays as one CuPy array."""
     if type(value) in (list, tuple):
         return cupy.asarray([_gathered(item) for item in value])
     return _array_of(value) if is_device(value) else cupy.asarray(value)
 
 
 class _Function:
-    """A function of NumPy that follows its arguments to the GPU."""
+    """A function of NumPy that runs on the GPU if its arguments are there."""
 
     def __init__(self, name: str, function: Any, own: Any) -> None:
         self._name = name
@@ -124,7 +125,7 @@ class _Function:
         everything = [args, kwargs]
         if not any_is(is_device, everything):
             result = self._function(*args, **kwargs)
-            # A function of the tests' own arrays in host memory stays there.
+            # Functions of the tests' own host arrays stay on the host.
             makes = self._name in (*_MAKE, *_NUMBERS) or not any_is(
                 lambda leaf: isinstance(leaf, numpy.ndarray), everything
             )
@@ -151,7 +152,7 @@ def _has_types(tree: Any) -> bool:
 
 
 class _Ufunc(_Function):
-    """A universal function, whose methods CuPy has only some of."""
+    """A universal function; CuPy has only some of its methods."""
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._function, name)
@@ -173,7 +174,7 @@ class _Ufunc(_Function):
 
 
 class _OnHost:
-    """A module of NumPy that gets copies in host memory, and gives NumPy's results."""
+    """A module of NumPy whose functions get host copies, and return NumPy results."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self._module = module
@@ -191,7 +192,7 @@ class _OnHost:
 
 
 class _Generator:
-    """A generator of random numbers of NumPy that gives arrays on the GPU."""
+    """A NumPy random generator that returns arrays on the GPU."""
 
     def __init__(self, *args: Any) -> None:
         self._own = numpy.random.default_rng(*on_host(args))
@@ -208,7 +209,7 @@ class _Generator:
 
 
 class _Random:
-    """``numpy.random``."""
+    """The module ``numpy.random``, whose generators return arrays on the GPU."""
 
     default_rng = _Generator
 
@@ -217,7 +218,7 @@ class _Random:
 
 
 class DeviceNumpy(types.ModuleType):
-    """The module that the rank tests get for ``numpy``."""
+    """The module that the rank tests import as ``numpy``."""
 
     ndarray = cupy.ndarray
     testing = _OnHost(numpy.testing)
@@ -239,16 +240,16 @@ class DeviceNumpy(types.ModuleType):
 
     @staticmethod
     def shares_memory(one: Any, other: Any) -> bool:
-        """Whether two arrays overlap; those of two memories do not."""
+        """Return whether two arrays overlap; host and GPU arrays never do."""
         if is_device(one) != is_device(other):
             return False
         return bool((cupy if is_device(one) else numpy).shares_memory(one, other))
 
 
 class _Approximately:
-    """``pytest.approx`` that compares on the host."""
+    """A ``pytest.approx`` that compares on the host."""
 
-    # CuPy's arrays leave the comparison to this, as NumPy's do.
+    # These attributes make CuPy arrays leave the comparison to this class.
     __array_ufunc__ = None
     __array_priority__ = 1000
 
@@ -265,7 +266,7 @@ class _Approximately:
 
 
 class DevicePytest(types.ModuleType):
-    """The module that the rank tests get for ``pytest``."""
+    """The module that the rank tests import as ``pytest``."""
 
     approx = _Approximately
 

@@ -1,4 +1,4 @@
-"""Tests of arrays on GPUs that take the place of rank tests of NumPy's arrays."""
+"""Tests with GPU arrays that replace rank tests of NumPy's arrays."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_copies_of_variables_are_copies(strategy: Any) -> None:
 
 
 def test_aggregates_are_not_lent_through_the_interface(strategy: Any) -> None:
-    # They would be gone when they are read: the reader keeps the variable alive.
+    # The aggregate would be freed before it is read: a reader keeps only the variable.
     variable = make(strategy, synchronization="on_read", aggregation="sum")
     assert not hasattr(variable, "__cuda_array_interface__")
     strategy.run(lambda: cupy.asarray(variable))

@@ -1,4 +1,4 @@
-"""Rank tests that run otherwise, or not at all, with arrays on GPUs, and why."""
+"""Rank tests that are changed or skipped with arrays on GPUs, with the reasons."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ NO_MEANING = {
 TYPE_LISTS = ("DTYPES", "FAMILIES", "NATIVE", "TYPES")
 """Lists of types in the tests' modules, of which those of CuPy are kept."""
 
-# Long doubles, Python's integers in arrays, and max(initial=...) are NumPy's alone.
+# Only NumPy has long doubles, Python integers in arrays, and max(initial=...).
 CHANGED: dict[str, dict[str, Callable[[ModuleType, Any], Any]]] = {
     "check_all_reduce": {
         "_all_algorithms_agree": drawing,
-        # Results of a started call are for the stream of its wait(), if there is one.
+        # Results of a started call belong to the stream of its wait(), if there is one.
         "assert_usable": settling,
         "expected": computing,
         "test_half_precision_between_workers_keeps_its_bound": at_seam(
@@ -73,27 +73,27 @@ CHANGED: dict[str, dict[str, Callable[[ModuleType, Any], Any]]] = {
         ),
     },
     "check_checkpoint_chains": {"_next": computing, "_restored": computing},
-    # On a GPU what differs is told some entries later.
+    # On a GPU, differences of copies are reported some entries later.
     "check_divergence": {"flip": written_back},
     "differing": {"step": at_once},
-    # HDF5 files are written by h5py, of NumPy's arrays.
+    # h5py writes HDF5 files from NumPy arrays.
     "check_checkpoint_input": {"_foreign": numpy_itself},
     "check_data": {"path": numpy_itself},
-    # Of numbers of hpcstrat's generators, which are NumPy's.
+    # The numbers come from hpcstrat's generators, which are NumPy's.
     "check_random": {"test_uniform_numbers_of_replicas_are_uncorrelated": numpy_itself},
     "check_reductions": {
         "_uneven": giving,
         "test_reduction_over_uneven_axes": at_seam(Strategy, "reduce"),
     },
     "sums": {"assert_sum": comparing, "random_parts": computing},
-    # Of random numbers in a set: without arrays.
+    # The test draws random numbers in a set, without arrays.
     "check_strategies": {
         "test_an_error_on_random_ranks_is_raised_on_all_and_training_goes_on": (
             numpy_itself
         )
     },
-    # Of results of variable.numpy(), which are on the host.
-    # Of arithmetic with thousands of single numbers.
+    # Results of variable.numpy() are on the host. The other test computes with
+    # thousands of single numbers.
     "check_variables": {
         "apply": together,
         "test_shares_of_narrow_integers_exist_for_many_replicas": numpy_itself,
@@ -103,7 +103,7 @@ CHANGED: dict[str, dict[str, Callable[[ModuleType, Any], Any]]] = {
 
 
 def reason_of(nodeid: str) -> str:
-    """Return why a test is skipped; empty for one that runs."""
+    """Return why a test is skipped, or "" if it runs."""
     name, _, case = nodeid.rsplit("/", maxsplit=1)[-1].partition("[")
     for key, reason in NO_MEANING.items():
         wanted, _, last = key.partition("[")

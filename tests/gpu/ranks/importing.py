@@ -1,4 +1,4 @@
-"""Gives the rank tests other modules than they ask for, while they are imported."""
+"""An importer that replaces modules such as ``numpy`` in the rank tests."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _PACKAGE = "tests.mpi.ranks."
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads as another loader does, with builtins of the module's own."""
+    """A loader that gives each module its own builtins, with another ``__import__``."""
 
     def __init__(self, loader: Any, importer: Importer) -> None:
         self._loader = loader
         self._importer = importer
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Leave it to the loader."""
+        """Create the module with the original loader."""
         made: ModuleType | None = self._loader.create_module(spec)
         return made
 
     def exec_module(self, module: ModuleType) -> None:
-        """Let imports in the module, and in its functions, find the other modules."""
+        """Execute a module, whose imports and functions find the replacements."""
         instead = self._importer.instead
 
         def find(name: str, *args: Any, **kwargs: Any) -> ModuleType:
@@ -42,9 +42,9 @@ class _Loader(importlib.abc.Loader):
 
 
 class Importer(importlib.abc.MetaPathFinder):
-    """Finds the rank tests, and helpers of theirs, which get ``instead`` of modules.
+    """Finds the rank tests and their helpers, whose imports get ``instead`` of modules.
 
-    ``done`` is called with each of them when it has been imported.
+    ``done`` is called with each of these modules after its import.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Importer(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Any, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return what the other finders find, with another loader."""
+        """Return the spec of the other finders, with another loader."""
         last = name.rpartition(".")[2]
         wanted = last.startswith("check_") or last in self._helpers
         if not name.startswith(_PACKAGE) or not wanted:

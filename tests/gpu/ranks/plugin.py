@@ -1,4 +1,4 @@
-"""A pytest plugin: the rank tests get arrays on GPUs where they make NumPy's."""
+"""A pytest plugin that gives rank tests CuPy arrays instead of NumPy arrays."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class ArraysOnGpu:
     """The plugin; ``local_rank`` is this rank's number on its host."""
 
     def __init__(self, local_rank: int) -> None:
-        # As the strategies choose, but before the first array is made.
+        # Choose the GPU like a strategy does, but before the first array is made.
         number = local_rank % cupy.cuda.runtime.getDeviceCount()
         cupy.cuda.Device(number).use()
-        # Where the tests name no device, programs on GPUs would.
+        # Tests without a device use this GPU by default, as programs on GPUs would.
         OneDeviceStrategy.__init__.__defaults__ = (f"GPU:{number}",)
 
     def pytest_configure(self) -> None:
-        """Come before pytest's own finder, which is there now."""
+        """Insert this finder before pytest's finder, which exists now."""
         instead = {"numpy": DeviceNumpy(), "pytest": DevicePytest()}
         sys.meta_path.insert(0, Importer(_HELPERS, instead, _adapt))
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Skip what arrays on GPUs have no meaning for."""
+        """Skip tests that have no meaning with arrays on GPUs."""
         for item in items:
             reason = reason_of(item.nodeid)
             if reason:
@@ -50,7 +50,7 @@ class ArraysOnGpu:
 
 
 def _adapt(module: ModuleType) -> None:
-    """Change what CuPy cannot do in a module."""
+    """Change the parts of a module that CuPy cannot run."""
     for name in TYPE_LISTS:
         if hasattr(module, name):
             setattr(module, name, _kept(getattr(module, name)))
@@ -60,7 +60,7 @@ def _adapt(module: ModuleType) -> None:
 
 
 def _kept(value: Any) -> Any:
-    """Return a list of types without those that CuPy does not have."""
+    """Return a list of types without the types that CuPy does not have."""
     if isinstance(value, dict):
         return {key: _kept(types) for key, types in value.items()}
     return type(value)(dtype for dtype in value if has_type(dtype))

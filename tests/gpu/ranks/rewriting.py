@@ -1,4 +1,4 @@
-"""Changes functions of the rank tests where CuPy lacks what they are written with."""
+"""Changes to functions of the rank tests that use features CuPy lacks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NAME = "_numpy_itself"
 
 
 def _renamed(code: CodeType) -> CodeType:
-    """Return code that looks for another module than ``np``."""
+    """Return code that uses another module instead of ``np``."""
     names = tuple(_NAME if name == "np" else name for name in code.co_names)
     constants = tuple(
         _renamed(item) if isinstance(item, CodeType) else item
@@ -41,7 +41,7 @@ def _renamed(code: CodeType) -> CodeType:
 
 
 def numpy_itself(module: ModuleType, function: Any) -> Any:
-    """Let a function or fixture of a module work with NumPy."""
+    """Make a function or fixture of a module use NumPy."""
     setattr(module, _NAME, numpy)
     plain = getattr(function, "_fixture_function", function)
     plain.__code__ = _renamed(plain.__code__)
@@ -49,9 +49,9 @@ def numpy_itself(module: ModuleType, function: Any) -> Any:
 
 
 def comparing(module: ModuleType, function: Any) -> Any:
-    """Let a helper compare by NumPy, with copies in host memory.
+    """Make a helper compare with NumPy, with copies in host memory.
 
-    What it is given first must be on the GPU where any of the rest is.
+    The first argument must be on the GPU if any other argument is.
     """
     own = numpy_itself(module, function)
 
@@ -66,7 +66,7 @@ def comparing(module: ModuleType, function: Any) -> Any:
 
 
 def computing(module: ModuleType, function: Any) -> Any:
-    """Let a helper compute by NumPy in host memory, and put the result on the GPU."""
+    """Make a helper compute with NumPy on the host, and copy the result to the GPU."""
     own = numpy_itself(module, function)
 
     @functools.wraps(own)
@@ -77,7 +77,7 @@ def computing(module: ModuleType, function: Any) -> Any:
 
 
 def giving(module: ModuleType, function: Any) -> Any:
-    """Let a helper return copies in host memory."""
+    """Make a helper return copies in host memory."""
 
     @functools.wraps(function)
     def compute(*args: Any, **kwargs: Any) -> Any:
@@ -87,16 +87,16 @@ def giving(module: ModuleType, function: Any) -> Any:
 
 
 def at_once(module: ModuleType, function: Any) -> Any:
-    """Compare mirrored variables in the entry in which they were copied.
+    """Compare mirrored variables in the same entry in which they were copied.
 
-    In the whole job: it is a number of the library.
+    This changes a constant of the library for the whole job.
     """
     gpu_copies.LAG = 0
     return function
 
 
 def settling(module: ModuleType, function: Any) -> Any:
-    """Let a helper wait for the GPU at its end, as nothing else does."""
+    """Make a helper wait for the GPU at its end, because nothing else waits."""
 
     @functools.wraps(function)
     def wait(*args: Any, **kwargs: Any) -> Any:
@@ -108,7 +108,7 @@ def settling(module: ModuleType, function: Any) -> Any:
 
 
 def together(module: ModuleType, function: Any) -> Any:
-    """Let a helper that is given arrays of both libraries compute on the GPU."""
+    """Make a helper compute on the GPU if some of its arguments are there."""
 
     @functools.wraps(function)
     def compute(*args: Any, **kwargs: Any) -> Any:
@@ -120,7 +120,7 @@ def together(module: ModuleType, function: Any) -> Any:
 
 
 def written_back(module: ModuleType, function: Any) -> Any:
-    """Let a helper write into a copy of a variable in host memory, and put it back."""
+    """Make a helper write into a host copy of a variable, and copy it back."""
     own = numpy_itself(module, function)
 
     @functools.wraps(own)
@@ -134,7 +134,7 @@ def written_back(module: ModuleType, function: Any) -> Any:
 
 
 def drawing(module: ModuleType, function: Any) -> Any:
-    """Leave the types that CuPy does not have out of what hypothesis draws."""
+    """Remove types that CuPy does not have from the values that Hypothesis draws."""
     own = function.hypothesis.inner_test
 
     def kept(value: Any) -> Any:
@@ -156,9 +156,9 @@ def _lacks_type(item: Any) -> bool:
 
 
 def at_seam(owner: Any, name: str) -> Callable[[ModuleType, Any], Any]:
-    """Return what lets a test work by NumPy, and give a method copies on the GPU.
+    """Return a change that runs a test with NumPy, but passes GPU copies to a method.
 
-    The method's results must be there too.
+    The change also asserts that the method's results are on the GPU.
     """
 
     def moved(method: Any) -> Any:

@@ -1,6 +1,6 @@
-"""A program as users have it: DDP on gloo, which knows nothing of hpcstrat or MPI.
+"""A typical user's program: DDP on gloo, without hpcstrat or MPI in its code.
 
-``ddp_on_gloo.py [fail]``: with ``fail``, rank 0 raises while the others go on.
+``ddp_on_gloo.py [fail]``: with ``fail``, rank 0 raises while the other ranks continue.
 """
 
 import os

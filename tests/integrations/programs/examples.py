@@ -1,8 +1,8 @@
 """Run programs of docs/examples, one after the other in one job, as their users would.
 
-``hpcstrat torch --replace gloo examples.py FOLDER EPOCHS NAME...``: each keeps its
-checkpoints in a folder of its own, and runs once for each of EPOCHS, as ``1,2``. Print
-what each of them says last, by its name.
+``hpcstrat torch --replace gloo examples.py FOLDER EPOCHS NAME...``: each program keeps
+its checkpoints in a separate folder, and runs once for each number in EPOCHS, such as
+``1,2``. Print the last output of each program, by its name.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parents[3] / "docs"
-# A text of few lines.
+# Use a short text, so that training is fast.
 OPTIONS = {"gpt_torch.py": ["--text", str(DOCS / "glossary.md")]}
 
 
 def last_words(name: str, folder: str, epochs: str) -> Any:
-    """Run a program; return the numbers of its last line, where it prints one."""
+    """Run a program; return the numbers of its last line, or None without output."""
     path = str(DOCS / "examples" / name)
     saved = ["--checkpoints", str(Path(folder, name))]
     sys.argv = [path, "--epochs", epochs, *saved, *OPTIONS.get(name, [])]
@@ -35,7 +35,7 @@ if __name__ == "__main__":
     _, folder, epochs, *names = sys.argv
     found = {}
     for name in names:
-        # Each goes on where the one before it has stopped.
+        # Each run continues from the checkpoint of the run before.
         for number in epochs.split(","):
             found[name] = last_words(name, folder, number)
     if any(found.values()):

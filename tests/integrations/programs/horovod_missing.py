@@ -11,13 +11,13 @@ import hpcstrat.integrations.horovod.torch as hvd
 
 
 def main() -> None:
-    """Let rank 1 not come."""
+    """Make a call on all ranks except rank 1, which exits or sleeps."""
     hvd.init()
     hvd.barrier()
     if hvd.rank() != 1:
         hvd.allreduce(torch.zeros(3), name="lost")
     elif sys.argv[1] == "sleeps":
-        # Not for ever: nothing must be left of a test that fails.
+        # Sleep for a limited time, so that no process stays if the test fails.
         time.sleep(50)
 
 

@@ -1,8 +1,9 @@
 """Run Horovod's own tests of PyTorch here: ``horovod_suite.py CHECKOUT [options]``.
 
-Under ``mpirun``, with pytest's options. Left out are tests of what is not served, of
-process sets and ``join``; one that compares times taken on two ranks; and, on more than
-two ranks, three that expect of sums in float16 that they are not rounded.
+The program runs under ``mpirun``, with pytest's options. It leaves out tests of
+unsupported features, of process sets and of ``join``; one test that compares times
+measured on two ranks; and, on more than two ranks, three tests that expect float16 sums
+without rounding.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from hpcstrat.cluster_resolver import launch_from_environment
 
 
 def main() -> int:
-    """Put the integration in Horovod's place, and run its tests."""
+    """Install the integration under Horovod's name, and run Horovod's tests."""
     packages: list[Any] = []
     for name in ("horovod", "horovod.runner", "horovod.runner.util"):
         packages.append(types.ModuleType(name))
         sys.modules[name] = packages[-1]
-    # What its helpers import, and these tests do not use.
+    # The tests' helpers import this module, but these tests do not use it.
     threads: Any = types.ModuleType("threads")
     threads.in_thread = None
     sys.modules["horovod.runner.util.threads"] = threads
     sys.modules.setdefault("mock", unittest.mock)
     sys.modules["horovod.torch"] = packages[0].torch = hvd
-    # It tries every optimizer that torch has, on parameters that newer ones refuse.
+    # The suite tries every optimizer in torch, but newer ones refuse its parameters.
     if hasattr(torch.optim, "Muon"):
         torch.optim.Muon.__module__ = "newer than Horovod's tests"
     torch.set_num_threads(1)

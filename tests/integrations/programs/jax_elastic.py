@@ -1,4 +1,4 @@
-"""Train on in JAX, though rank 2 of three is killed while others wait inside of jit."""
+"""Train with JAX, lose rank 2 of three inside of jit, and continue."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ source = hs.Dataset((x, x.sum(1)), batch_size=BATCH, shuffle=True)
 
 
 def train(strategy: hs.Strategy, memory: Any) -> None:
-    """Train for three epochs, from where the memory stands."""
+    """Train for three epochs, from the step of the last commit."""
     batches = strategy.experimental_distribute_dataset(source)
     held = hsj.state({"weights": jnp.zeros(4)}, strategy)
     memory.track(training=held, data=batches)
@@ -44,7 +44,7 @@ def train(strategy: hs.Strategy, memory: Any) -> None:
             step += 1
             memory.commit(step)
     strategy.check_equal(held.tree)
-    # In one write: lines of ranks must not mix.
+    # Print the line in one write, so that lines of different ranks do not mix.
     weight = float(held.tree["weights"].sum())
     print(f"{strategy.num_replicas_in_sync} {step} {float(value)} {weight}\n", end="")
 

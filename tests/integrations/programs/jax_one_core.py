@@ -1,4 +1,4 @@
-"""Exchange what JAX still computes, with dispatch that does not wait, on one core."""
+"""Exchange arrays that JAX still computes, with asynchronous dispatch, on one core."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ size = strategy.num_replicas_in_sync
 
 @jax.jit
 def heavy(value):
-    """Compute for longer than it takes to call."""
+    """Compute a value; the computation takes longer than its dispatch."""
     for _ in range(20):
         value = value @ value / 200
     return value
@@ -26,7 +26,7 @@ def heavy(value):
 
 @jax.jit
 def gradient(value):
-    """Differentiate through an exchange."""
+    """Return a gradient through an exchange."""
     return jax.grad(lambda v: hsj.all_reduce(v * v, "mean", strategy).sum())(value)
 
 
@@ -34,7 +34,7 @@ reduced = jax.jit(lambda value: hsj.all_reduce(value, "mean", strategy))
 value = jnp.ones((200, 200))
 for _ in range(10):
     value = reduced(heavy(value))
-    # Outside of jit, while the above may still run in XLA's threads.
+    # Call outside of jit, while the calls above may still run in XLA's threads.
     count = hsj.all_reduce(jnp.float32(1), "sum", strategy)
     assert count == size
     slope = gradient(heavy(value))

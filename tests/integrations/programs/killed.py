@@ -1,10 +1,11 @@
 """Train with a framework: ``killed.py FOLDER OPTIONS``, the options in JSON.
 
-``kind`` is ``torch``, ``jax`` or ``keras``. Without ``run``, it saves in FOLDER as it
-goes, and when it is started again after it was killed, on any number of ranks, it goes
-on with the newest checkpoint; replica 0 prints a hash of all that was trained. With
-``run``, which are keywords of `hpcstrat.elastic.run`, ranks that are left go on after
-one was killed; each writes the hash into FOLDER. The hash is always the same.
+``kind`` is ``torch``, ``jax`` or ``keras``. Without ``run``, the program saves
+checkpoints in FOLDER. When it is started again after a kill, on any number of ranks, it
+resumes from the newest checkpoint; replica 0 prints a hash of all trained state. With
+``run``, which contains keywords of `hpcstrat.elastic.run`, the remaining ranks continue
+after a rank was killed; each rank writes the hash into FOLDER. The hash is always the
+same.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import numpy as np
 import hpcstrat as hs
 
 EPOCHS, ROWS, BATCH = 4, 44, 12
-# So that a kill meets each part of a step.
+# A pause in each step, so that kills can hit each part of a step.
 PAUSE_SECONDS = 0.01
 
 draw = np.random.default_rng(0)
@@ -34,7 +35,7 @@ Y = (X @ draw.normal(size=6) > 0).astype(np.float32)[:, np.newaxis]
 
 
 class Files:
-    """Keeps what is trained in checkpoints, as `hpcstrat.elastic.Memory` in memory."""
+    """A `hpcstrat.elastic.Memory` that keeps training state in checkpoints."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -46,12 +47,12 @@ class Files:
         return self.manager.restore_or_initialize()
 
     def commit(self, number: int) -> None:
-        """Save; every other time in the background."""
+        """Save a checkpoint, every second time in the background."""
         self.manager.save(number, asynchronous=number % 2 == 0)
 
 
 def train_torch(strategy: Any, keeper: Any) -> list[Any]:
-    """Train a module with dropout."""
+    """Train a PyTorch module with dropout; return its final state."""
     import torch
 
     import hpcstrat.integrations.torch as hst
@@ -82,7 +83,7 @@ def train_torch(strategy: Any, keeper: Any) -> list[Any]:
 
 
 def train_jax(strategy: Any, keeper: Any) -> list[Any]:
-    """Train by gradients of JAX."""
+    """Train with gradients from JAX; return the final weights."""
     import jax
 
     jnp = jax.numpy
@@ -117,7 +118,7 @@ def train_jax(strategy: Any, keeper: Any) -> list[Any]:
 
 
 def train_keras(strategy: Any, keeper: Any) -> list[Any]:
-    """Train by Keras' fit; what is trained is kept after each epoch."""
+    """Train with Keras' fit, which commits after each epoch; return the weights."""
     import keras
 
     import hpcstrat.integrations.keras as hsk
@@ -147,14 +148,14 @@ def train_keras(strategy: Any, keeper: Any) -> list[Any]:
         keep = hsk.Checkpoint(keeper.manager)
     else:
         first = keeper.restore() or 0
-    # One commit in each epoch, where the others have one in each step.
+    # Keras has one commit per epoch; the other kinds have one per step.
     how = {"epochs": 4 * EPOCHS, "initial_epoch": first, "verbose": 0}
     model.fit(data, callbacks=[keep, pause], **how)
     return [keras.ops.convert_to_numpy(v) for v in model.variables]
 
 
 def batches(strategy: Any) -> Any:
-    """Return shuffled batches, the last of which leaves replicas without rows."""
+    """Return shuffled batches; the last batch leaves some replicas without rows."""
     dataset = hs.Dataset((X, Y), BATCH, shuffle=True, seed=1)
     return strategy.experimental_distribute_dataset(dataset)
 
@@ -168,7 +169,7 @@ def digest(arrays: list[Any]) -> str:
 
 
 def main(folder: Path, options: dict[str, Any]) -> None:
-    """Train, and say what the hash is."""
+    """Train with the given framework, and print or write the hash."""
     kinds = {"torch": train_torch, "jax": train_jax, "keras": train_keras}
     train = kinds[options["kind"]]
     if "run" not in options:

@@ -1,6 +1,6 @@
-"""Train a line with a library over the backend: ``on_the_backend.py LIBRARY FILE``.
+"""Train a linear model with a library: ``on_the_backend.py LIBRARY FILE``.
 
-Replica 0 writes weights and bias, as they are at the end, into the file.
+Replica 0 writes the final weights and bias into the file.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ ROWS, EPOCHS = 480, 2
 
 
 def data() -> Any:
-    """Return the rows; each rank takes 16 of them in each step."""
+    """Return the dataset; in each step, each rank uses 16 rows of it."""
     x = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1))
     return TensorDataset(x, x.sum(1))
 
 
 def line() -> Any:
-    """Return what is trained, with the same weights everywhere."""
+    """Return the linear model, with the same weights on all ranks."""
     torch.manual_seed(0)
     return torch.nn.Linear(8, 1)
 
@@ -38,12 +38,12 @@ def loss_of(module: Any, x: Any, y: Any) -> Any:
 
 
 def _of_launcher(name: str, default: int) -> int:
-    """Return what Open MPI says of this rank, or the default without it."""
+    """Return a number of Open MPI's launcher, or the default without the launcher."""
     return int(os.environ.get(f"OMPI_COMM_WORLD_{name}", default))
 
 
 def lightning_trainer() -> Any:
-    """Fit a LightningModule by a Trainer."""
+    """Train a LightningModule with Lightning's Trainer."""
     import lightning
     from lightning.pytorch.loggers import CSVLogger
     from lightning.pytorch.plugins.environments import MPIEnvironment
@@ -75,7 +75,7 @@ def lightning_trainer() -> Any:
         accelerator="cpu",
         devices=int(os.environ.get("DEVICES") or _of_launcher("LOCAL_SIZE", 1)),
         strategy=strategy,
-        # Its own would shuffle the rows.
+        # Lightning's own sampler would shuffle the rows.
         use_distributed_sampler=False,
         max_epochs=EPOCHS,
         logger=CSVLogger(folder, name="logged"),
@@ -88,14 +88,14 @@ def lightning_trainer() -> Any:
     sampler = DistributedSampler(data(), *ranks, shuffle=False)
     trainer.fit(net, DataLoader(data(), 16, sampler=sampler))
     assert trainer.world_size == ranks[0]
-    # Replica 0 has written both.
+    # After this barrier, replica 0 has written both files.
     trainer.strategy.barrier()
     assert len([*folder.rglob("*.ckpt")]) == len([*folder.rglob("metrics.csv")]) == 1
     return net.line
 
 
 def lightning_fabric() -> Any:
-    """Train by a loop over what Fabric has set up."""
+    """Train in a loop with the objects that Fabric has set up."""
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.environments import MPIEnvironment
     from lightning.fabric.strategies import DDPStrategy
@@ -127,7 +127,7 @@ def lightning_fabric() -> Any:
 
 
 def accelerate() -> Any:
-    """Train by a loop over what Accelerate has prepared."""
+    """Train in a loop with the objects that Accelerate has prepared."""
     dist.init_process_group("hpcstrat")
     from accelerate import Accelerator
 
@@ -144,7 +144,7 @@ def accelerate() -> Any:
 
 
 def transformers() -> Any:
-    """Train by Hugging Face's Trainer, which takes the group that there is."""
+    """Train with Hugging Face's Trainer, which uses the existing process group."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     dist.init_process_group("hpcstrat")
     from transformers import Trainer, TrainingArguments
@@ -179,7 +179,7 @@ def transformers() -> Any:
 
 
 def main() -> None:
-    """Train, and say what came out."""
+    """Train with the library of the first argument, and write the weights."""
     torch.set_num_threads(1)
     net = globals()[sys.argv[1]]()
     assert dist.get_backend() == "hpcstrat"

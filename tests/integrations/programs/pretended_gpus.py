@@ -1,4 +1,4 @@
-"""GPUs that are host memory, for PyTorch's tests that ask for some without need."""
+"""Pretended GPUs in host memory, for PyTorch's tests that ask for GPUs without need."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _is_gpu(value: Any) -> bool:
 
 
 class _OnHost(TorchFunctionMode):
-    """Make on the host what is asked for on a GPU."""
+    """Make tensors on the host when a test asks for a GPU."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -53,7 +53,7 @@ def _without_devices(function: Any) -> Any:
 
 @contextlib.contextmanager
 def pretended_gpus(rank: int, size: int) -> Iterator[None]:
-    """Say, on a rank, that there is a GPU for each rank."""
+    """Pretend on this rank that there is a GPU for each rank."""
     stand_ins: dict[str, Any] = {
         "is_available": lambda: True,
         "device_count": lambda: size,

@@ -1,7 +1,8 @@
-"""A program of several processes of JAX, for ``hpcstrat jax``: a sum over all devices.
+"""A program of several JAX processes, for ``hpcstrat jax``: a sum over all devices.
 
-With ``fail`` rank 1 raises an error, for which the others must not wait; with ``again``
-the program initializes jax.distributed itself, with ``wrong`` otherwise.
+With ``fail``, rank 1 raises an error, and the other ranks must not wait for it. With
+``again``, the program itself initializes jax.distributed; with ``wrong``, it
+initializes jax.distributed with other values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train a model of PyTorch on, though rank 2 of three is killed; print what is left."""
+"""Train with PyTorch, lose rank 2 of three, continue, and print the result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
 
 
 def train(strategy: hs.Strategy, memory: Any) -> None:
-    """Train for three epochs, from where the memory stands."""
+    """Train for three epochs, from the step of the last commit."""
     torch.manual_seed(strategy.replica_id)
     layers = torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
     model = hst.replicate(torch.nn.Sequential(*layers).double(), strategy)
@@ -39,7 +39,7 @@ def train(strategy: hs.Strategy, memory: Any) -> None:
             step += 1
             memory.commit(step)
     strategy.check_equal(model.state_dict())
-    # In one write: lines of ranks must not mix.
+    # Print the line in one write, so that lines of different ranks do not mix.
     weight = float(model[0].weight.detach().sum())
     print(f"{strategy.num_replicas_in_sync} {step} {loss.item()} {weight}\n", end="")
 

@@ -27,7 +27,7 @@ from hpcstrat import testing
 _MONITORED = "torch lets gloo alone have monitored barriers, by its name"
 _OTHER_WORDS = "the error names the ranks that did not come, in other words than gloo's"
 _GPU = "needs GPUs"
-# What does not work on this backend.
+# Tests that do not work on this backend.
 UNSUPPORTED = {
     "test_barrier_timeout_full_group": _OTHER_WORDS,
     "test_barrier_timeout_global": _OTHER_WORDS,
@@ -39,7 +39,7 @@ UNSUPPORTED = {
     "test_monitored_barrier_gloo_rank_0_timeout": _MONITORED,
     "test_monitored_barrier_gloo_subgroup": _MONITORED,
 }
-# What fails on gloo, too, by words of the errors.
+# Failures that occur on gloo, too, by words of the errors.
 ALSO_ON_GLOO = {
     "name 'torchvision' is not defined": "needs torchvision",
     "is out of range. Valid ranks are": "needs more ranks",
@@ -57,13 +57,13 @@ _PATIENCE_SECONDS = 3.0
 
 
 class Records:
-    """What one rank says of the tests: a line when one begins, another when it ends."""
+    """A rank's record of the tests: a line when a test begins, another when it ends."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._file = (folder / f"{rank}.jsonl").open("a", buffering=1)
 
     def add(self, name: str, outcome: str, text: str = "", took: float = 0.0) -> None:
-        """Write a line."""
+        """Write a line into the record."""
         print(json.dumps([name, outcome, text, took]), file=self._file)
 
 
@@ -78,7 +78,7 @@ def gathered(folder: Path) -> dict[str, dict[str, list[Any]]]:
 
 
 def run_job(folder: Path, on: str, words: list[str], pretend: bool) -> None:
-    """Run, on a rank, the tests that no job has begun yet."""
+    """Run on this rank the tests that no job has begun yet."""
     from mpi4py import MPI
 
     from hpcstrat.integrations.torch.environment import init_env
@@ -89,7 +89,7 @@ def run_job(folder: Path, on: str, words: list[str], pretend: bool) -> None:
         replace_backend("gloo")
     comm = MPI.COMM_WORLD.Dup()
     os.environ["BACKEND"] = "gloo"
-    # Before torch's tests look for GPUs.
+    # Set this before torch's tests look for GPUs.
     from tests.integrations.programs.pretended_gpus import pretended_gpus
 
     os.environ["TEMP_DIR"] = str(folder)
@@ -124,9 +124,9 @@ def run_job(folder: Path, on: str, words: list[str], pretend: bool) -> None:
         outcome, text = run_one(Tests, name, comm.rank, folder, gpus)
         records.add(name, outcome, text, time.monotonic() - started)
         if outcome == "failed" and not also_on_gloo(text):
-            time.sleep(_PATIENCE_SECONDS)  # The others may have more to say.
+            time.sleep(_PATIENCE_SECONDS)  # Let other ranks write their records.
             MPI.COMM_WORLD.Abort(1)
-        # Of ranks that failed as expected, others may still wait.
+        # After an expected failure on some ranks, other ranks may still wait.
         if not meet(comm, 5 if outcome == "failed" else TEST_SECONDS):
             MPI.COMM_WORLD.Abort(1)
         if torch.distributed.is_initialized():
@@ -135,7 +135,7 @@ def run_job(folder: Path, on: str, words: list[str], pretend: bool) -> None:
 
 
 def meet(comm: Any, seconds: float = TEST_SECONDS) -> bool:
-    """Wait for the other ranks, leave them the cores; return whether they came."""
+    """Wait for the other ranks with little CPU time; return whether they arrived."""
     request, end = comm.Ibarrier(), time.monotonic() + seconds
     while not request.Test():
         if time.monotonic() > end:
@@ -145,14 +145,14 @@ def meet(comm: Any, seconds: float = TEST_SECONDS) -> bool:
 
 
 def also_on_gloo(text: str) -> str:
-    """Return why an error is to be expected on every backend, or nothing."""
+    """Return the reason to expect this error on every backend, or ""."""
     return next((why for words, why in ALSO_ON_GLOO.items() if words in text), "")
 
 
 def run_one(
     tests: Any, name: str, rank: int, folder: Path, gpus: Any
 ) -> tuple[str, str]:
-    """Run a test on a rank as torch does; return its outcome, and why."""
+    """Run a test on this rank like torch does; return its outcome and the reason."""
     from torch.testing._internal.common_distributed import TEST_SKIPS
 
     test = getattr(tests, name)
@@ -182,7 +182,7 @@ def run_one(
 
 
 def outcome_of(name: str, ranks: dict[str, list[Any]], folder: Path) -> tuple[str, str]:
-    """Return the outcome of a test on all ranks, and why."""
+    """Return the outcome of a test on all ranks, and the reason."""
     for wanted in ("failed", "begun", "skipped"):
         for rank, (outcome, text, _) in ranks.items():
             if outcome != wanted:
@@ -197,7 +197,7 @@ def outcome_of(name: str, ranks: dict[str, list[Any]], folder: Path) -> tuple[st
 
 
 def main() -> int:
-    """Start jobs until each test has been run; print what came out."""
+    """Start jobs until each test has run; print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("ranks", type=int)
     parser.add_argument("words", nargs="*")

@@ -1,4 +1,4 @@
-"""A message of another size than the receiver expects: both ranks are told."""
+"""Send a message of another size than the receiver expects; both ranks must raise."""
 
 import torch
 import torch.distributed as dist

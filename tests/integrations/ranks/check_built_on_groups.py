@@ -1,4 +1,4 @@
-"""Parts of torch that use a process group, over MPI: each as one process trains."""
+"""Parts of torch that use a process group, over MPI, train like one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[Any]:
-    """Make the default group, of the job."""
+    """Make the default group of the job for the tests of this module."""
     torch.set_num_threads(1)
     dist.init_process_group(BACKEND)
     yield dist.group.WORLD
@@ -38,18 +38,18 @@ def net() -> Any:
 
 
 def rows(job: Any) -> Any:
-    """Return two batches, of which each rank has a part of its number."""
+    """Return two batches of rows, in which each rank owns an equal part."""
     generator = torch.Generator().manual_seed(3)
     return torch.randn(2, 3 * job.size, 4, generator=generator).double()
 
 
 def mean(model: Any, batch: Any) -> Any:
-    """Return a loss."""
+    """Return the mean squared error of a model on a batch."""
     return (model(batch) - 1).square().mean()
 
 
 def stepped(model: Any, batches: Any, **options: Any) -> Any:
-    """Train on batches; return the model."""
+    """Train a model on batches, and return the model."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     for batch in batches:
         optimizer.zero_grad()
@@ -59,7 +59,7 @@ def stepped(model: Any, batches: Any, **options: Any) -> Any:
 
 
 def require_equal(model: Any, other: Any, **close: Any) -> None:
-    """Demand equal weights, whole ones where they are divided."""
+    """Assert equal weights; compare whole tensors if they are divided."""
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         whole = one.full_tensor() if hasattr(one, "full_tensor") else one
         torch.testing.assert_close(whole.detach(), two.detach(), **(close or CLOSE))
@@ -79,7 +79,7 @@ def test_ddp_without_communication_adds_up(job: Any) -> None:
 
 
 def test_ddp_join_lets_ranks_have_fewer_batches(job: Any) -> None:
-    """Rank r has r + 1 batches; those that are done take no part in the mean."""
+    """Rank r has r + 1 batches; ranks that have finished are not part of the mean."""
     batches = rows(job)[0].chunk(job.size)
     model, alone = DistributedDataParallel(net()), net()
     optimizer, theirs = (
@@ -99,7 +99,7 @@ def test_ddp_join_lets_ranks_have_fewer_batches(job: Any) -> None:
 
 
 class Doubled(torch.autograd.Function):
-    """Whose backward asks for sums: one that it needs at once, one that it leaves."""
+    """A function whose backward starts two sums, and waits for only one of them."""
 
     left: Any = None
 
@@ -118,14 +118,14 @@ class Doubled(torch.autograd.Function):
 
 
 class Between(nn.Module):
-    """A layer whose gradient is doubled."""
+    """A layer that applies a function to its input."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
         self.function = function
 
     def forward(self, values: Any) -> Any:
-        """Return the values."""
+        """Return the result of the function."""
         return self.function(values)
 
 
@@ -138,7 +138,7 @@ def test_sums_within_a_backward_pass_keep_their_order(job: Any, option: Any) -> 
         for function in (Doubled.apply, lambda values: 2 * values - values.detach())
     )
     alone.load_state_dict(model.state_dict())
-    # Each parameter has a bucket of its own.
+    # With this size, each parameter has its own bucket.
     options = {option: True} if option else {}
     model = DistributedDataParallel(model, bucket_cap_mb=1e-5, **options)
     for batch, whole in zip(own, batches, strict=True):
@@ -152,7 +152,7 @@ def test_sums_within_a_backward_pass_keep_their_order(job: Any, option: Any) -> 
 
 
 class Failing(torch.autograd.Function):
-    """Whose backward fails."""
+    """A function whose backward raises an error."""
 
     @staticmethod
     def forward(ctx: Any, values: Any) -> Any:
@@ -169,7 +169,7 @@ def test_a_backward_pass_that_fails_holds_up_no_other_one(job: Any) -> None:
     batches = rows(job)
     own = batches.chunk(job.size, dim=1)[job.rank]
     failing = nn.Sequential(net(), Between(Failing.apply), nn.Linear(2, 2).double())
-    # The sum of the last layer has been asked for when the pass fails.
+    # The sum of the last layer has already started when the backward fails.
     failing = DistributedDataParallel(failing, bucket_cap_mb=1e-5)
     model = DistributedDataParallel(net())
     with pytest.raises(ValueError, match="planned"):
@@ -244,7 +244,7 @@ def test_tensor_parallel_modules(job: Any) -> None:
 
 @dtensor
 def test_what_some_ranks_have_saved_others_read(job: Any, tmp_path: Any) -> None:
-    """Divided among all ranks but the last, then among all."""
+    """The values are divided among all ranks except the last, then among all ranks."""
     from torch.distributed import checkpoint
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -287,7 +287,7 @@ def test_what_torch_has_for_its_own_backends_alone_says_so(job: Any) -> None:
 
 
 def test_ddp_hooks_of_torch_itself(job: Any) -> None:
-    """That of halves wants what no backend in Python can give it."""
+    """The built-in float16 hook needs a feature that no Python backend can offer."""
     batches = rows(job)
     own = batches.chunk(job.size, dim=1)[job.rank]
     model = DistributedDataParallel(net())

@@ -1,4 +1,4 @@
-"""FSDP2 over MPI: each way to use it trains as the same does on gloo."""
+"""FSDP2 over MPI: each way to use it trains with the same results as on gloo."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from hpcstrat.integrations.torch.process_group import BACKEND
 fsdp = pytest.importorskip("torch.distributed.fsdp")
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
-    # Before, gloo had no reduce-scatter.
+    # In earlier versions, gloo has no reduce-scatter.
     pytest.mark.skipif(not hasattr(fsdp, "fully_shard"), reason="torch before 2.6"),
 ]
 WIDTH, WORDS = 12, 7
 
 
 class Net(nn.Module):
-    """Words to words, whose first and last weights are the same ones."""
+    """A model from words to words whose first and last layer share their weights."""
 
     def __init__(self, recompute: bool) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
-        # Biases of 5 are uneven parts, and on more ranks some are empty.
+        # Biases of 5 elements divide unevenly; with more ranks some parts are empty.
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH))
             for _ in range(3)
@@ -38,7 +38,7 @@ class Net(nn.Module):
         self.recompute = recompute
 
     def forward(self, words: Any) -> Any:
-        """Return what each word is followed by."""
+        """Return scores for the word that follows each word."""
         found = self.words(words)
         for layer in self.layers:
             if self.recompute:
@@ -57,7 +57,7 @@ def batches(job: Any) -> Any:
 
 
 def options_of(way: str) -> dict[str, Any]:
-    """Return what FSDP2 is given."""
+    """Return the options of FSDP2 for a way to use it."""
     if way == "kept":
         return {"reshard_after_forward": False}
     if way == "half":
@@ -88,7 +88,7 @@ def divided(mesh: Any, way: str) -> Any:
 
 
 def trained(job: Any, mesh: Any, way: str) -> tuple[list[Any], list[Any]]:
-    """Train on a mesh; return whole weights, and the rest that is to be equal."""
+    """Train on a mesh; return whole weights, and other numbers that must be equal."""
     net, told = divided(mesh, way), []
     model = torch.compile(net, backend="aot_eager") if way == "compiled" else net
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
@@ -117,7 +117,7 @@ WAYS = (
     "added up",
     "clipped",
     "two dimensions",
-    # By the same calls of the backend, in other orders.
+    # These ways make the same calls of the backend in other orders.
     *(
         pytest.param(way, marks=pytest.mark.full)
         for way in (
@@ -135,7 +135,7 @@ WAYS = (
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[Any]:
-    """Make the default group, of the job."""
+    """Make the default group of the job for the tests of this module."""
     torch.set_num_threads(1)
     dist.init_process_group(BACKEND)
     yield dist.group.WORLD
@@ -143,7 +143,7 @@ def group() -> Iterator[Any]:
 
 
 def mesh(job: Any, backend: str, way: str) -> Any:
-    """Return a mesh whose groups are of a backend."""
+    """Return a mesh whose groups use a backend."""
     from torch.distributed.device_mesh import DeviceMesh
 
     world = dist.new_group(backend=backend)
@@ -161,7 +161,7 @@ def mesh(job: Any, backend: str, way: str) -> Any:
 def test_it_trains_as_on_gloo(job: Any, way: str) -> None:
     weights, told = trained(job, mesh(job, BACKEND, way), way)
     expected, theirs = trained(job, mesh(job, "gloo", way), way)
-    # The order in which parts are added differs.
+    # Gloo adds the parts in another order.
     close = {"rtol": 1e-10, "atol": 1e-10}
     if way == "half":
         close = {"rtol": 1e-4, "atol": 1e-5}

@@ -1,4 +1,4 @@
-"""Programs of Horovod, against one process that has all that the ranks have."""
+"""Programs of Horovod, compared with one process that has the data of all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import hpcstrat as hs
 import hpcstrat.integrations.horovod.torch as hvd
 from tests.mpi.ranks.outcomes import assert_usable, exchanged, outcome
 
-# Torch's word on tensors that it has made itself.
+# Torch gives this warning for sparse tensors that torch itself has made.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 
 NUMBERS = [torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8]
@@ -30,7 +30,7 @@ MOVED = [*NUMBERS, *HALVES, torch.bool, torch.complex64, torch.int16]
 
 @pytest.fixture(scope="module", autouse=True)
 def horovod() -> Iterator[None]:
-    """Begin as a program of Horovod does."""
+    """Initialize like a program of Horovod."""
     torch.set_num_threads(1)
     hvd.init()
     yield
@@ -38,14 +38,14 @@ def horovod() -> Iterator[None]:
 
 
 def _tensor(rank: int, shape: Any = (5,), dtype: Any = torch.float32) -> Any:
-    """Return a rank's tensor of small numbers, the same on all ranks."""
+    """Return a rank's tensor of small numbers; every rank can make it."""
     generator = torch.Generator().manual_seed(rank + 1)
     numbers = torch.randint(1, 7, tuple(shape), generator=generator)
     return (numbers % 2 == 0) if dtype is torch.bool else numbers.to(dtype)
 
 
 def _all(shape: Any = (5,), dtype: Any = torch.float32) -> Any:
-    """Return the tensors of all ranks."""
+    """Return the tensors of all ranks, stacked."""
     return torch.stack([_tensor(r, shape, dtype) for r in range(hvd.size())])
 
 
@@ -53,7 +53,7 @@ def _own(*args: Any) -> Any:
     return _tensor(hvd.rank(), *args)
 
 
-# What the program is told.
+# Ranks, sizes and features that the program can ask for.
 
 
 def test_ranks_are_those_of_the_job(strategy: Any, job: Any) -> None:
@@ -123,7 +123,7 @@ def test_what_is_not_there_raises_with_advice() -> None:
     assert not hasattr(hvd.elastic, "__wrapped__")
 
 
-# Tensors.
+# Exchanges of tensors.
 
 
 REDUCED = {
@@ -141,7 +141,7 @@ def test_allreduce_in_all_its_forms(op: Any, dtype: Any) -> None:
     wide = torch.float64 if dtype.is_floating_point else torch.int64
     for shape in [(), (0,), (2, 3), (1001,)]:
         own = _own(shape, dtype)
-        # Integers are averaged towards zero; uint8 products wrap on both sides.
+        # Integer averages are rounded towards zero; uint8 products wrap on both sides.
         expected = REDUCED[op](_all(shape, dtype).to(wide)).to(dtype)
         kept, placed = own.clone(), own.clone()
         results = [
@@ -177,7 +177,7 @@ def test_old_words_and_factors() -> None:
     torch.testing.assert_close(hvd.allreduce(_own(), True).double(), whole.mean(0))
     result = hvd.allreduce(_own(), op=hvd.Sum, prescale_factor=0.5, postscale_factor=3)
     torch.testing.assert_close(result.double(), whole.sum(0) * 1.5)
-    # Integers are multiplied in float64, and cut off.
+    # Integers are multiplied by the factor in float64, then truncated.
     counts = hvd.allreduce(_own((5,), torch.int32), op=hvd.Sum, prescale_factor=0.5)
     assert torch.equal(counts, _all((5,), torch.int32).div(2).int().sum(0).int())
     half = hvd.allreduce(_own((5,), torch.half), op=hvd.Sum, postscale_factor=0.5)
@@ -215,7 +215,7 @@ def test_tensors_are_moved_as_they_are(dtype: Any) -> None:
         handle = hvd.grouped_allgather_async([own])
         assert torch.equal(hvd.synchronize(handle)[0], whole)
         rows = [_tensor(r, (size * (r + 1) + 1, *tail), dtype) for r in range(size)]
-        # To rank k one row more than to the one before.
+        # Rank k gets one row more than rank k - 1.
         counts = [list(range(r, r + size)) for r in range(size)]
         counts = [[min(n, 1) for n in line] for line in counts]
         expected = torch.cat(
@@ -281,14 +281,14 @@ def test_a_barrier_ends_when_all_have_come(folder: Path) -> None:
         assert len([*folder.glob(f"{number}-*")]) == hvd.size()
 
 
-# Gradients.
+# Gradients through exchanges.
 
 
 def test_gradients_are_those_of_horovod() -> None:
     size, rank = hvd.size(), hvd.rank()
 
     def gradient_of(call: Any, rows: int = 4) -> Any:
-        """Return the gradient where each number of the result counts rank + 1."""
+        """Return the gradient if each element of the result has the weight rank + 1."""
         tensor = _tensor(rank, (rows, 2), torch.float64).requires_grad_()
         result = call(tensor)
         assert result.requires_grad
@@ -313,7 +313,7 @@ def test_gradients_are_those_of_horovod() -> None:
         torch.testing.assert_close(
             gradient_of(call, rows), ones[:1].expand(rows, 2) * mean
         )
-    # Each row comes back from where it was sent; what was sent to nobody has none.
+    # Each row's gradient comes from the rank it was sent to; unsent rows have zero.
     back = torch.arange(1.0, size + 1, dtype=torch.float64).repeat_interleave(2)
     expected = back[:, None].expand(-1, 2)
     torch.testing.assert_close(gradient_of(hvd.alltoall, 2 * size), expected)
@@ -330,7 +330,7 @@ def test_gradients_are_those_of_horovod() -> None:
     torch.testing.assert_close(twice.grad, 6 * twice.detach())
 
 
-# Names.
+# Names of calls.
 
 
 KINDS = {
@@ -342,7 +342,7 @@ PREFIXES = {"sum": "allreduce", "max": "allreduce", "gather": "allgather"}
 
 
 class _Alone:
-    """What becomes of the programs of all ranks; one process, which runs them all."""
+    """A model of the programs of all ranks, which runs them in one process."""
 
     def __init__(self, programs: list[list[tuple[str, int, int]]]) -> None:
         self.programs = programs
@@ -352,7 +352,7 @@ class _Alone:
         self.latest: list[dict[int, int]] = [{} for _ in programs]
         self.ended: list[dict[int, Any]] = [{} for _ in programs]
         self.results: list[list[Any]] = [[] for _ in programs]
-        # The last name of all: the end, for which a rank waits until it is there.
+        # A name after all other names: a rank's end, which waits until all ranks end.
         self.end = -1
 
     def run(self) -> list[list[Any]]:
@@ -396,7 +396,7 @@ class _Alone:
 
 
 def _run(number: int, program: list[tuple[str, int, int]]) -> list[Any]:
-    """Run a rank's program; return what `_Alone` says, and the tensors there are."""
+    """Run a rank's program; return results in the form of `_Alone`, with tensors."""
     latest: dict[int, Any] = {}
     results: list[Any] = []
     for kind, name, length in program:
@@ -439,7 +439,7 @@ def test_names_come_in_any_order(job: Any, data: Any) -> None:
         st.lists(st.lists(_STEPS, max_size=12), min_size=job.size, max_size=job.size)
     )
     told = _Alone(programs).run()[job.rank]
-    # What an example has left is still there.
+    # Calls of earlier examples that were not awaited still exist.
     got = _run(next(_numbers), programs[job.rank])
 
     def check() -> None:
@@ -464,7 +464,7 @@ def test_names_come_in_any_order(job: Any, data: Any) -> None:
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**31))
 def test_ranks_that_submit_the_same_in_other_orders(job: Any, seed: int) -> None:
-    """The order in which ranks submit, and wait, is of no account."""
+    """Ranks may submit calls, and wait for them, in different orders."""
     count = 7
     own = np.random.default_rng([seed, job.rank])
     handles = {}
@@ -482,7 +482,7 @@ def test_a_name_twice_is_refused_where_it_is(job: Any) -> None:
     if job.rank == last:
         with pytest.raises(ValueError, match="use a different tensor name"):
             hvd.allreduce_async(torch.ones(1), name="one")
-        # Of another kind of call it is another one.
+        # A call of another kind with the same name is a different call.
         other = hvd.allgather_async(torch.ones(1), name="one")
     assert hvd.synchronize(handle) == job.size
     if job.rank != last:
@@ -554,7 +554,8 @@ def _assert_equal(module: Any, alone: Any, **limits: float) -> None:
 def test_the_usual_program_is_that_of_one_process(strategy: Any) -> None:
     model, alone = _net(hvd.rank()), _net(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    # On the old optimizer it has its options, not its steps.
+    # The schedule is on the old optimizer, which shares its options, but no steps,
+    # with the new one.
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     optimizer = hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters()
@@ -582,7 +583,7 @@ def test_the_usual_program_is_that_of_one_process(strategy: Any) -> None:
             optimizer.step()
         its.step()
         with warnings.catch_warnings():
-            # The schedule of the old optimizer sees no steps.
+            # PyTorch warns because the schedule's optimizer makes no steps.
             warnings.simplefilter("ignore")
             schedule.step()
         other.step()
@@ -664,14 +665,14 @@ def test_names_of_parameters_are_checked() -> None:
 
 
 def test_parameters_that_only_some_ranks_use() -> None:
-    """One that is frozen is left alone; it counts again when it is thawed."""
+    """A frozen parameter is ignored, and is included again after it is unfrozen."""
     size, rank = hvd.size(), hvd.rank()
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(4, 1).double() for _ in range(size + 2))
     alone = copy.deepcopy(layers)
     layers[size].requires_grad_(False)
     alone[size].requires_grad_(False)
-    # The last comes later.
+    # The last parameter is added later.
     optimizers = [
         torch.optim.SGD(one[: size + 1].parameters(), 0.1) for one in (layers, alone)
     ]

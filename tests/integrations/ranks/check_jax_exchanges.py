@@ -1,4 +1,4 @@
-"""JAX's trees on replicas, against numpy; inside of jit and outside."""
+"""Exchanges of JAX trees on replicas, compared with NumPy, with and without jit."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ DTYPES = (
     *("int8", "int32", "uint16", "uint32", "float16", "bfloat16", "float32"),
     "complex64",
 )
-# Whether a function is compiled, and how.
+# Ways to wrap a function: without compilation, and with jit.
 inside = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["outside", "jit"])
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def _tree(rank: int) -> dict[str, Any]:
-    """Return a rank's tree, of small whole numbers, whose sums are exact."""
+    """Return a rank's tree of small integers, whose sums are exact."""
     random = np.random.default_rng(rank)
     leaves = {
         name: random.integers(0, 9, (3, 1 + index)).astype(jnp.dtype(name))
@@ -55,7 +55,7 @@ def test_sums_of_all_types_are_those_of_numpy(strategy: Any, wrap: Wrap) -> None
     own = jax.tree.map(jnp.asarray, _tree(rank))
     for _ in range(2):
         _expect(function(own), expected)
-    # The arguments are as they were, though results take their memory inside of jit.
+    # The arguments are unchanged, although results may share memory inside of jit.
     _expect(own, _tree(rank))
 
 
@@ -87,7 +87,7 @@ def test_means_gathers_and_broadcasts_are_those_of_numpy(
 
 
 def test_independent_calls_have_one_order(strategy: Any) -> None:
-    """XLA may run them at the same time; lengths tell another order."""
+    """XLA may run calls at the same time; other lengths would show a wrong order."""
     size = strategy.num_replicas_in_sync
 
     @jax.jit
@@ -98,7 +98,7 @@ def test_independent_calls_have_one_order(strategy: Any) -> None:
     for length in (1, 4):
         arrays = [jnp.ones((length + index, 50 * index + 1)) for index in range(4)]
         square = jnp.full((100 + length, 100 + length), 0.5)
-        # Not waited for, before the next ones are called, also outside of jit.
+        # Make the next calls without waiting for these, outside of jit, too.
         first, found = single(square), several(arrays)
         last = hsj.all_reduce(jnp.ones(length), "sum", strategy)
         for one in (*found, last):
@@ -140,7 +140,7 @@ def test_calls_in_loops_and_branches(strategy: Any) -> None:
 def test_gradients_are_those_of_the_sum_of_all_losses(
     strategy: Any, wrap: Wrap, kind: str
 ) -> None:
-    """The oracle computes all replicas' losses in one process."""
+    """The expected gradients come from all replicas' losses in one process."""
     size, rank = strategy.num_replicas_in_sync, strategy.replica_id
     calls = {
         "sum": (
@@ -164,7 +164,7 @@ def test_gradients_are_those_of_the_sum_of_all_losses(
     own = [jnp.arange(6.0).reshape(2, 3) / 6 + r for r in range(size)]
 
     def loss(value: Any) -> Any:
-        # The integers have no gradient, and are exchanged, too.
+        # The integers have no gradient, but are exchanged, too.
         tree = exchange({"f": jnp.sin(value), "i": jnp.arange(4).reshape(2, 2)})
         return jnp.sum(tree["f"] ** 2) * (rank + 1)
 
@@ -254,7 +254,7 @@ def test_vmap_is_refused_with_advice(strategy: Any) -> None:
     for function in (jax.vmap(reduce), jax.jit(jax.vmap(reduce))):
         with pytest.raises(NotImplementedError, match=r"all_reduce\(jax.vmap\(f\)"):
             function(jnp.ones((2, 3)))
-    # What it does not touch may be mapped.
+    # vmap may map other parts of a function, without the exchange.
     total = jnp.float32(strategy.num_replicas_in_sync)
     assert (jax.vmap(lambda x: x + reduce(jnp.float32(1)))(jnp.zeros(2)) == total).all()
 
@@ -296,7 +296,7 @@ def test_a_mismatch_is_named_on_all_ranks(strategy: Any, wrap: Wrap) -> None:
         with pytest.raises(error, match=words) as caught:
             jax.block_until_ready(fault())
         assert "expected all ranks in one call" in str(caught.value)
-        # The line of the program, not of JAX.
+        # The error names the program's line, not a line of JAX.
         assert "check_jax_exchanges.py:" in str(caught.value)
     assert wrap(reduce)(jnp.float32(1)) == size
 
@@ -316,7 +316,7 @@ def test_what_cannot_be_reduced_is_refused_on_all_ranks(
     for function, words in faults:
         with pytest.raises(ValueError, match=words):
             wrap(function)(jnp.ones(2))
-        # On one rank alone: the others learn of it in the call that they make.
+        # Only one rank has the error; the other ranks raise in the call that they make.
         if rank == 0:
             with pytest.raises(ValueError, match=words):
                 wrap(function)(jnp.ones(2))
@@ -328,7 +328,7 @@ def test_what_cannot_be_reduced_is_refused_on_all_ranks(
 
 
 def test_results_keep_their_memory(strategy: Any) -> None:
-    """The library writes into memory again that nobody holds; JAX holds results."""
+    """The library reuses memory without references; JAX holds the memory of results."""
     size = strategy.num_replicas_in_sync
     count = 1 << 14
     totals = [
@@ -336,7 +336,7 @@ def test_results_keep_their_memory(strategy: Any) -> None:
     ]
     for index, total in enumerate(totals):
         assert (np.asarray(total) == index * size).all()
-    # Given away, such an array may be written by XLA.
+    # XLA may write into an array that was donated.
     double = jax.jit(lambda a: a * 2, donate_argnums=0)
     doubled = double(totals.pop())
     again = hsj.all_reduce(jnp.ones(count), "sum", strategy)
@@ -347,7 +347,7 @@ def test_results_keep_their_memory(strategy: Any) -> None:
 def test_calls_of_the_strategy_come_after_those_under_way(
     strategy: Any, job: Any
 ) -> None:
-    """Also batches and runs, whose numbers ranks compare: XLA is still at work."""
+    """Batches and runs, whose numbers ranks compare, must wait for XLA's exchanges."""
 
     @jax.jit
     def slow(matrix: Any) -> Any:
@@ -381,7 +381,7 @@ def test_global_mean_of_ragged_batches_is_that_of_one_process(
         return hsj.global_mean(sums, len(x), strategy)
 
     weights = jnp.arange(4.0)
-    # The first has one row, the last those that are left, those between none.
+    # Rank 0 has one row, the last rank has the remaining rows, other ranks have none.
     own = x[1:] if rank == size - 1 else x[:1] if rank == 0 else x[:0]
     own = x if size == 1 else own
     found = wrap(step)(weights, jnp.asarray(own))

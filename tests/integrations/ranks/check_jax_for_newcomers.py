@@ -1,4 +1,4 @@
-"""The page for those who come from mpi4jax, sentence by sentence."""
+"""The claims of the page for users who come from mpi4jax."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def test_calls_of_mpi4jax_as_numpy_computes_them(strategy: Any, job: Any) -> Non
         return {
             "sums": hsj.all_reduce({"a": x, "b": 2 * x}, "sum", strategy),
             "mean": hsj.all_reduce(x, "mean", strategy),
-            # Concatenated: a new first axis is one of the argument's.
+            # Results are concatenated; add an axis to the argument to stack them.
             "every": every,
             "max": every.max(0),
             "product": every.prod(0),
             "scan": every[: rank + 1].sum(0),
-            # Each rank's part of what another one has, and of what all have.
+            # This rank's part of one rank's array, and its part of all ranks' arrays.
             "scatter": hsj.broadcast(jnp.arange(size) + x, size - 1, strategy)[rank],
             "alltoall": hsj.all_gather((jnp.arange(size) * 10 + x)[None], 0, strategy)[
                 :, rank
@@ -51,7 +51,7 @@ def test_gradients_are_those_of_the_sum_and_vmap_is_refused(
     def own(x: Any) -> Any:
         return (job.rank + 1) * hsj.all_reduce(x, "sum", strategy)
 
-    # Of the sum over replicas of (rank + 1) * (sum of all x), by this replica's x.
+    # The gradient of the sum over replicas of (rank + 1) * (sum of all x), by x.
     gradient = jax.grad(own)(jnp.float32(1))
     assert gradient == sum(range(1, job.size + 1))
     error = outcome(jax.vmap(own), jnp.ones(2))

@@ -1,4 +1,4 @@
-"""Trees of JAX's arrays in checkpoints."""
+"""Trees of JAX arrays in checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import hpcstrat.integrations.jax as hsj
 
 
 def _tree(seed: int) -> dict[str, Any]:
-    """Return a tree of most types, as of a training, that depends on a seed."""
+    """Return a tree with many types, like the state of a training, from a seed."""
     return {
         "params": {
             "w": jnp.arange(50_000.0) + seed,
@@ -47,7 +47,7 @@ def test_state_starts_equal_and_comes_back(strategy: Any, folder: Path) -> None:
     held.tree = _tree(4)
     assert held.tree["params"]["w"] is held.tree["params"]["w"]
     first_path = checkpoints.save(1)
-    # What was read before a save, or is saved in the background, does not change.
+    # A value read before a save, or saved in the background, does not change.
     _expect(first, _tree(0)["params"]["w"])
     held.tree = _tree(5)
     second_path = checkpoints.save(2, asynchronous=True)
@@ -72,7 +72,7 @@ def test_state_of_another_structure_is_refused(strategy: Any) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             held.tree = other
-    # A tree that is a single array, and names that are the same as paths.
+    # A tree may be a single array, and names of different leaves may be equal.
     assert list(hsj.state(jnp.ones(1), strategy).checkpoint_variables()) == ["value"]
     twice = hsj.state({"a/b": jnp.ones(1), "a": {"b": jnp.zeros(1)}}, strategy)
     assert len(twice.checkpoint_variables()) == 2

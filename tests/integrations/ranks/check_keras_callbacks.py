@@ -1,6 +1,6 @@
 """Keras' callbacks, checkpoints and errors on many ranks.
 
-With the backend of KERAS_BACKEND.
+KERAS_BACKEND selects the backend.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _values(model: Any) -> list[Any]:
 
 
 class _Counts(keras.callbacks.Callback):
-    """Counts the epochs, and the batches where it is asked to look at them."""
+    """A callback that counts epochs, and batches if a subclass counts them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class _Counts(keras.callbacks.Callback):
 
 
 class _Stops(keras.callbacks.Callback):
-    """Stops within an epoch, on one replica alone."""
+    """A callback that stops the training within an epoch, on one replica only."""
 
     def __init__(self, stops: bool) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def test_callbacks_write_once_and_decide_alike(strategy: Any, folder: Path) -> N
     assert sorted(path.name for path in folder.iterdir()) == ["0.csv", "0.keras"]
     with open(folder / "0.csv") as file:
         assert {len(row) for row in csv.reader(file)} >= {4}
-    # One replica stops within an epoch, and has no such callback on the others.
+    # One replica stops within an epoch; the other replicas have no such callback.
     stops = _Stops(strategy.replica_id == last)
     own_callbacks = [stops] if strategy.replica_id == last else []
     model.fit(X, Y, 4, 2, 0, callbacks=own_callbacks)
@@ -138,7 +138,7 @@ def test_an_error_of_one_replica_is_one_of_all(strategy: Any) -> None:
     first = strategy.replica_id == 0
     with pytest.raises(OSError if first else hs.errors.ReplicaError, match="room on"):
         model.fit(X, Y, 4, 2, 0, callbacks=[_Fails()] if first else [])
-    # It goes on.
+    # After the error, the training continues.
     model.fit(X, Y, 4, 1, 0)
     strategy.check_equal(_values(model))
     if strategy.num_replicas_in_sync > 1:
@@ -169,10 +169,10 @@ def test_saved_models_know_nothing_of_it(strategy: Any, folder: Path) -> None:
 def test_what_two_replicas_saved_goes_on_with_all(
     strategies: dict[int, Any], folder: Path, job: Any
 ) -> None:
-    """Also the order of the rows, and all that the optimizer has."""
+    """The order of the rows, and all state of the optimizer, continue, too."""
 
     def fit(epochs: int, where: Any, seed: int, **options: Any) -> Any:
-        # Without what draws other numbers on other replicas.
+        # Use no layers that draw different random numbers on different replicas.
         keras.utils.set_random_seed(seed)
         model = keras.Sequential([layers.Input((3,)), layers.Dense(4), layers.Dense(1)])
         model.compile(keras.optimizers.Adam(0.1), "mse")
@@ -204,7 +204,7 @@ def test_what_two_replicas_saved_goes_on_with_all(
 
 
 def test_state_is_saved_by_names_that_stay(strategy: Any, folder: Path) -> None:
-    """Seeds, too; of another model, made later in the same process."""
+    """Names are equal for another model of the same process; seeds are saved, too."""
     model = hsk.distribute(_model(), strategy)
     model.fit(X, Y, 4, 1, 0)
     held = hsk.state(model)

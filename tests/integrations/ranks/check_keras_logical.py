@@ -1,7 +1,7 @@
-"""Keras' fit on logical replicas has the bits of one process with all of them.
+"""Keras' fit on logical replicas has the bits of one process with all replicas.
 
-With the backend of KERAS_BACKEND. The last batch of an epoch leaves replicas without
-rows.
+KERAS_BACKEND selects the backend. The last batch of an epoch leaves some replicas
+without rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# They may have computed before the first strategy is made.
+# Set this early, because a framework may compute before the first strategy exists.
 os.environ |= {"TF_NUM_INTRAOP_THREADS": "1", "NPROC": "1"}
 
 import keras
@@ -40,14 +40,14 @@ def made(comm: Any = None) -> Any:
 
 
 def alone() -> Any:
-    """Return a strategy of this process alone, with all replicas."""
+    """Return a strategy in which this process has all replicas."""
     from mpi4py import MPI
 
     return made(MPI.COMM_SELF)
 
 
 def model_of(*inner: Any, **options: Any) -> Any:
-    """Return a compiled model; ``inner`` are layers before its last one."""
+    """Return a compiled model with the layers ``inner`` before its last layer."""
     keras.utils.set_random_seed(1)
     dense = layers.Dense(8, activation="tanh", kernel_regularizer="l2")
     last = layers.Dense(1, activation="sigmoid")
@@ -63,7 +63,7 @@ def bits(model: Any) -> list[bytes]:
 
 
 def same(train: Callable[[Any], Any]) -> None:
-    """Require the same results of a function on all ranks and on one."""
+    """Assert that a function has the same results on all ranks and on one rank."""
     with alone() as one:
         wanted = train(one)
     with made() as strategy:
@@ -72,7 +72,7 @@ def same(train: Callable[[Any], Any]) -> None:
 
 
 def test_fit_evaluate_and_predict(job: Any) -> None:
-    """With dropout, moving means, metrics, weights, and validation."""
+    """Test dropout, moving means, metrics, weights and validation."""
 
     def train(strategy: Any) -> Any:
         dropout, norm = layers.Dropout(0.3, seed=3), layers.BatchNormalization()
@@ -94,7 +94,7 @@ def test_fit_evaluate_and_predict(job: Any) -> None:
             model.test_on_batch(X[:2], Y[:2], return_dict=True),
         ]
         predicted = model.predict(X, verbose=0)
-        # A batch of other size is no part of the promise, but one for all ranks.
+        # Bits may differ for other batch sizes, but all ranks must have the same bits.
         few = model.predict_on_batch(X[:2])
         return bits(model), logs, predicted.tobytes(), few.tobytes()
 
@@ -145,7 +145,7 @@ def test_optimizers(job: Any, kind: str) -> None:
 
 
 def test_training_stopped_on_all_ranks_ends_on_one(job: Any, folder: Any) -> None:
-    """Stopped on all ranks after two epochs, and gone on with on one."""
+    """The training stops on all ranks after two epochs, and continues on one rank."""
 
     def train(strategy: Any, epochs: int, place: Any) -> Any:
         dropout, norm = layers.Dropout(0.3, seed=3), layers.BatchNormalization()
@@ -177,7 +177,7 @@ def test_what_cannot_be_divided_is_refused(job: Any) -> None:
 
 
 def test_models_of_a_scope_have_the_same_bits(job: Any) -> None:
-    """Built by the first rows of what the strategy has distributed."""
+    """The model is built by the first batch that the strategy distributes."""
 
     def train(strategy: Any) -> Any:
         rows = hs.Dataset.from_tensor_slices((X, Y)).shuffle(seed=5).batch(SIZE)

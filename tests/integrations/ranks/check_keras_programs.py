@@ -1,7 +1,8 @@
-"""Programs of Keras, drawn from seeds, train as one process with all rows does.
+"""Keras programs drawn from seeds train like one process with all rows.
 
-Each draws a model, a loss, metrics, an optimizer and how often it steps, and then calls
-of fit, evaluate, train_on_batch and predict on batches that leave ranks without rows.
+Each program draws a model, a loss, metrics, an optimizer and its steps per call, then
+calls of fit, evaluate, train_on_batch and predict on batches that leave some ranks
+without rows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import hpcstrat.integrations.keras as hsk
 from tests.integrations.ranks.drawn import seeds
 
 pytestmark = [
-    # NumPy's word on Keras' variables, and Python's on TensorFlow's modules.
+    # Ignore NumPy's warnings on Keras variables, and Python's on TensorFlow modules.
     pytest.mark.filterwarnings("ignore"),
 ]
 layers, Draw = keras.layers, np.random.Generator
@@ -50,7 +51,7 @@ def _optimizer(draw: Draw) -> Any:
 
 
 def _model(draw: Draw, seed: int) -> Any:
-    """Return a compiled model that makes one number of some."""
+    """Return a compiled model that computes one number from several."""
     keras.utils.set_random_seed(seed)
     net = [layers.Input((WIDTH,))]
     for _ in range(int(draw.integers(1, 3))):
@@ -65,7 +66,7 @@ def _model(draw: Draw, seed: int) -> Any:
     model = keras.Sequential(net)
     several = int(draw.choice([1, 1, 3]))
     if keras.config.backend() == "torch":
-        several = 1  # As Keras demands there.
+        several = 1  # Keras requires this with torch.
     names = [n for n in ("mse", "mae") if draw.random() < 0.5]
     model.compile(
         _optimizer(draw),
@@ -87,7 +88,7 @@ def _rows(draw: Draw) -> dict[str, Any]:
 
 
 class Play:
-    """A program; of one process where there is no strategy."""
+    """A drawn program; without a strategy it runs in one process."""
 
     def __init__(self, seed: int, strategy: Any, folder: Path) -> None:
         self.draw = np.random.default_rng(seed)
@@ -95,13 +96,13 @@ class Play:
         self.model = _model(self.draw, seed)
         name = "one" if strategy is None else "all"
         self.path = folder / f"{name}.weights.h5"
-        # Keras skips the state of an optimizer that was saved before its first step.
+        # Keras does not save the state of an optimizer before its first step.
         self.model.optimizer.build(self.model.trainable_variables)
         if strategy is not None:
             hsk.distribute(self.model, strategy)
 
     def saw(self) -> list[Any]:
-        """Return what some drawn calls have returned, and the weights after each."""
+        """Make some drawn calls; return their results, and the weights after each."""
         kinds = ["fit", "fit", "evaluate", "train", "test", "predict", "save", "load"]
         saw: list[Any] = []
         for _ in range(5):

@@ -1,6 +1,7 @@
-"""Models that are made in a strategy's scope, as programs for tf.distribute have it.
+"""Models made in a strategy's scope, like programs for tf.distribute.
 
-Each trains on all replicas without a further call, and as one process does.
+Each model trains on all replicas without a further call, with the results of one
+process.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import hpcstrat.integrations.keras as hsk
 from tests.mpi.ranks.outcomes import outcome
 
 pytestmark = [
-    # NumPy's word on Keras' variables, and Python's on TensorFlow's modules.
+    # Ignore NumPy's warnings on Keras variables, and Python's on TensorFlow modules.
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
 ]
 layers = keras.layers
@@ -52,7 +53,7 @@ def _compile(model: Any) -> Any:
 
 
 def _weights(model: Any, strategy: Any = None) -> list[Any]:
-    """Return a model's weights; with a strategy, equal bit for bit on all ranks."""
+    """Return a model's weights; with a strategy, check equal bits on all ranks."""
     found = [np.array(keras.ops.convert_to_numpy(v)) for v in model.weights]
     if strategy is not None:
         strategy.check_equal(found)
@@ -65,7 +66,7 @@ def _expect(found: Any, expected: Any, rtol: float = 1e-4) -> None:
 
 
 def _alone(strategy: Any, compute: Callable[[], Any]) -> Any:
-    """Return what a function computes on rank 0, in one process."""
+    """Return the result of a function that runs on rank 0 only, in one process."""
     found = compute() if strategy.replica_id == 0 else None
     return strategy.collectives.broadcast_object(found, 0, "alone")
 
@@ -76,7 +77,7 @@ def _one_process() -> Any:
 
 
 def _of_keras_itself(epochs: int = 2, **options: Any) -> Any:
-    """Return weights, history, evaluation and predictions of Keras by itself."""
+    """Return weights, history, evaluation and predictions of Keras without hpcstrat."""
     model = _compile(_layers(1, True))
     given = {"batch_size": SIZE, "shuffle": False, "verbose": 0} | options
     history = model.fit(X, Y, epochs=epochs, validation_data=(X[:9], Y[:9]), **given)
@@ -99,7 +100,7 @@ def _check(model: Any, strategy: Any, history: Any, expected: Any) -> None:
 def test_fit_in_a_scope_is_that_of_one_process(
     strategy: Any, has_input: bool, fits_inside: bool
 ) -> None:
-    """Whatever the seeds of the ranks are, and where the model gets its weights."""
+    """The ranks' seeds do not matter, nor where the model gets its weights."""
     expected = _alone(strategy, _one_process)
 
     def fit() -> Any:
@@ -120,7 +121,7 @@ def _dataset() -> Any:
 
 
 def _stream() -> Any:
-    """Return a chain without random access."""
+    """Return a dataset chain without random access."""
     rows = hs.Dataset.from_tensor_slices((X, Y)).filter(lambda x, y: True)
     return rows.batch(SIZE)
 
@@ -131,14 +132,14 @@ def _global() -> Iterator[Any]:
 
 
 class _Iterable:
-    """Batches without a known number, any number of times."""
+    """An iterable of batches of unknown number, which can be read again."""
 
     def __iter__(self) -> Iterator[Any]:
         return _global()
 
 
 def _own_batches(strategy: Any) -> Any:
-    """Return a distributed data set of per-replica batches, with the same rows."""
+    """Return a distributed dataset of per-replica batches, with the same rows."""
     size = strategy.num_replicas_in_sync
     replicas = strategy.topology.worker_replicas
 
@@ -174,7 +175,7 @@ DATA: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("kind", list(DATA))
 def test_distributed_data_sets_are_data_of_fit(strategy: Any, kind: str) -> None:
-    """Each row once per epoch; also for validation, evaluate and predict."""
+    """Each row occurs once per epoch, in validation, evaluate and predict, too."""
     weights, logs, numbers, predicted = _alone(strategy, _one_process)
     with strategy.scope():
         model = _compile(_layers(1 + strategy.replica_id, False))
@@ -193,7 +194,7 @@ def test_distributed_data_sets_are_data_of_fit(strategy: Any, kind: str) -> None
 
 
 def test_distributed_data_sets_are_data_of_distributed_models(strategy: Any) -> None:
-    """With `distribute`, too; what makes batches itself is a share there."""
+    """`distribute` accepts distributed datasets; other iterables are shares there."""
     weights = _alone(strategy, lambda: _of_keras_itself(class_weight={0: 1.0, 1: 3.0}))[
         0
     ]
@@ -215,7 +216,7 @@ def test_central_storage_trains_models_of_its_scope(strategy: Any) -> None:
 def test_several_steps_at_once_are_those_of_one_process_or_refused(
     strategy: Any,
 ) -> None:
-    """TensorFlow would read ahead, between the calls of a step."""
+    """TensorFlow would read ahead between the calls of a step."""
     if BACKEND == "torch":
         pytest.skip("it makes one step at a time")
 
@@ -253,7 +254,7 @@ def test_data_of_another_strategy_are_refused(strategy: Any) -> None:
 
 
 def _without_gradients() -> Any:
-    """Return what surrounds a step of an optimizer that is called by itself."""
+    """Return a context for calling an optimizer outside of Keras' training step."""
     if BACKEND != "torch":
         return contextlib.nullcontext()
     import torch
@@ -279,7 +280,7 @@ def _endless() -> Iterator[Any]:
 
 
 def test_batches_of_the_program_are_global_in_a_scope(strategy: Any) -> None:
-    """As in the reference: equal data on all ranks are trained on once."""
+    """As in tf.distribute, equal data on all ranks are trained on only once."""
     weights = _alone(strategy, _one_process)[0]
     steps = len(list(_global()))
     for make, options in ((_Sequence, {}), (_endless, {"steps_per_epoch": steps})):
@@ -337,7 +338,7 @@ def test_models_of_a_scope_may_be_compiled_outside_and_again(strategy: Any) -> N
 
 
 def test_predictions_need_no_compile(strategy: Any) -> None:
-    """Of replica 0's weights, on all ranks."""
+    """All ranks predict with the weights of replica 0."""
 
     def compute() -> Any:
         model = _layers(1, True)
@@ -355,12 +356,12 @@ def test_what_cannot_be_is_an_error_on_all_ranks(strategy: Any) -> None:
     with strategy.scope():
         normalized = keras.Sequential([layers.Input((6,)), layers.BatchNormalization()])
         normalized.compile("sgd", "mse")
-        # Keras itself refuses it where it does nothing.
+        # Set the flag late, because Keras' constructor refuses it on some backends.
         normalized.layers[-1].synchronized = True
         error = outcome(normalized.fit, X, X, verbose=0)
     assert isinstance(error, NotImplementedError)
     assert "synchronized=True" in str(error)
-    # On one rank alone: the others do not wait.
+    # The error occurs on one rank only, and the other ranks do not wait.
     model = _compile(_layers(1, True))
     with strategy.scope():
         given = X[:, :5] if strategy.replica_id == 0 else X
@@ -369,7 +370,7 @@ def test_what_cannot_be_is_an_error_on_all_ranks(strategy: Any) -> None:
         last.fit, given, Y[:7] if strategy.replica_id == 0 else Y, verbose=0
     )
     assert error is not None
-    # Outside of all scopes Keras is what it was.
+    # Outside of all scopes, Keras behaves as without hpcstrat.
     model.fit(X, Y, verbose=0)
     assert "fit" not in vars(model)
     assert strategy.reduce("sum", np.float64(1)) == strategy.num_replicas_in_sync
@@ -392,7 +393,7 @@ def test_state_of_a_model_of_a_scope_is_saved(strategy: Any, folder: Any) -> Non
 def test_steps_of_keras_in_replica_functions_are_combined_or_refused(
     strategy: Any,
 ) -> None:
-    """A loop of the program's own; the gradients are means over replicas."""
+    """In the program's own loop, gradients are averaged over replicas."""
 
     with strategy.scope():
         model = _layers(1, True)

@@ -1,7 +1,7 @@
-"""Keras' fit, evaluate and predict on many ranks, against one process.
+"""Keras' fit, evaluate and predict on many ranks, compared with one process.
 
-With the backend of KERAS_BACKEND. Global batches divide unevenly, and the last of an
-epoch leaves ranks without rows.
+KERAS_BACKEND selects the backend. Global batches divide unevenly, and the last batch of
+an epoch leaves some ranks without rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import hpcstrat as hs
 import hpcstrat.integrations.keras as hsk
 
 pytestmark = [
-    # NumPy's word on Keras' variables, and Python's on TensorFlow's modules.
+    # Ignore NumPy's warnings on Keras variables, and Python's on TensorFlow modules.
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
 ]
 layers = keras.layers
@@ -35,7 +35,7 @@ W = _draw.uniform(0.1, 2, size=ROWS).astype(np.float32)
 
 
 def _model(seed: int = 1, *inner: Any, **options: Any) -> Any:
-    """Return a compiled model; ``inner`` are layers before its last one."""
+    """Return a compiled model with the layers ``inner`` before its last layer."""
     keras.utils.set_random_seed(seed)
     dense = layers.Dense(8, activation="tanh", kernel_regularizer="l2")
     last = layers.Dense(1, activation="sigmoid")
@@ -46,13 +46,13 @@ def _model(seed: int = 1, *inner: Any, **options: Any) -> Any:
 
 
 def _alone(strategy: Any, compute: Callable[[], Any]) -> Any:
-    """Return what a function computes on rank 0, in one process."""
+    """Return the result of a function that runs on rank 0 only, in one process."""
     found = compute() if strategy.replica_id == 0 else None
     return strategy.collectives.broadcast_object(found, 0, "alone")
 
 
 def _weights(model: Any, strategy: Any = None) -> list[Any]:
-    """Return a model's weights; with a strategy, equal bit for bit on all ranks."""
+    """Return a model's weights; with a strategy, check equal bits on all ranks."""
     found = [np.array(keras.ops.convert_to_numpy(v)) for v in model.weights]
     if strategy is not None:
         strategy.check_equal(found)
@@ -69,7 +69,7 @@ def _batches(strategy: Any, **options: Any) -> Any:
 
 
 def test_fit_is_that_of_one_process(strategy: Any) -> None:
-    """Weights, and the numbers of all epochs; from weights that differ."""
+    """All epochs have equal weights and logs, whatever weights a rank starts with."""
 
     def seen() -> dict[str, Any]:
         auc = keras.metrics.AUC(name="auc", num_thresholds=50)
@@ -104,7 +104,7 @@ def test_fit_is_that_of_one_process(strategy: Any) -> None:
         np.testing.assert_allclose(found.history[name], values, 1e-4, err_msg=name)
     again = model.evaluate(X, Y, sample_weight=W, verbose=0, return_dict=True)
     assert again == pytest.approx(numbers, rel=1e-4)
-    # All of the predictions, on all ranks.
+    # All ranks get all predictions.
     _expect([model.predict(X, verbose=0)], [predicted])
     _expect([model.predict(_batches(strategy), verbose=0)], [predicted])
     _expect([model.predict_on_batch(X[:2])], [predicted[:2]])
@@ -112,7 +112,7 @@ def test_fit_is_that_of_one_process(strategy: Any) -> None:
 
 
 def test_arrays_are_global_batches(strategy: Any) -> None:
-    """The order of fit's own shuffling is one, too; on_batch takes some rows."""
+    """The order of fit's own shuffling is global; on_batch methods accept few rows."""
     model = hsk.distribute(_model(metrics=["mse"]), strategy)
     model.fit(X, Y, SIZE, 2, verbose=0, validation_split=0.3, sample_weight=W)
     _weights(model, strategy)
@@ -161,7 +161,7 @@ def _scaling() -> Any:
 def test_optimizers_see_the_gradient_of_the_global_batch(
     strategy: Any, make: Callable[[], Any]
 ) -> None:
-    """Clipped, accumulated, averaged and scaled as in one process."""
+    """Gradients are clipped, accumulated, averaged and scaled as in one process."""
 
     def compute() -> Any:
         model = _model(optimizer=make())
@@ -178,7 +178,7 @@ def test_infinite_gradients_of_one_replica_skip_the_step_of_all(strategy: Any) -
     model = hsk.distribute(_model(optimizer=_scaling(), loss="mse"), strategy)
     before = _weights(model)
     bad = X[:7].copy()
-    # The first row is that of the first replica.
+    # The first row belongs to the first replica.
     bad[0] = np.inf
     model.train_on_batch(bad, Y[:7])
     _expect(_weights(model, strategy), before, 0)
@@ -189,7 +189,7 @@ def test_infinite_gradients_of_one_replica_skip_the_step_of_all(strategy: Any) -
 
 
 def test_dropout_differs_and_its_state_does_not(strategy: Any) -> None:
-    """Moving means are those of all replicas' rows, also where some have none."""
+    """Moving means include all replicas' rows, also if some replicas have no rows."""
     dropout = layers.Dropout(0.5, seed=3)
     model = hsk.distribute(_model(1, dropout, layers.BatchNormalization()), strategy)
     drawn = keras.ops.convert_to_numpy(dropout(np.ones((1, 64)), training=True))
@@ -259,13 +259,13 @@ def test_losses_with_other_divisors_are_those_of_the_global_batch(
 
 
 def test_steps_of_the_programs_own(strategy: Any) -> None:
-    """Whose loss is not scaled, and whose optimizers are several."""
+    """The model's own step has an unscaled loss, and several optimizers."""
 
     def run(where: Any) -> Any:
         model = _own_step()
         if where is not None:
             hsk.distribute(model, where)
-        # Its mean of no rows is no number.
+        # Each replica has rows, because the mean of this step over no rows is NaN.
         history = model.fit(X, Y, 13, 2, 0, shuffle=False)
         return history.history["loss"], _weights(model, where)
 
@@ -335,7 +335,7 @@ class OfTensorFlow(keras.Model):
 
 
 def test_steps_of_an_epoch_are_those_that_are_asked_for(strategy: Any) -> None:
-    """They go on where the epoch before has ended, as in Keras; several in a call."""
+    """Steps continue where the last epoch ended, as in Keras, also several per call."""
     several = 1 if BACKEND == "torch" else 2
 
     def compute() -> Any:
@@ -357,7 +357,7 @@ def test_steps_of_an_epoch_are_those_that_are_asked_for(strategy: Any) -> None:
 
 
 def test_chains_of_data_sets_are_global_batches(strategy: Any) -> None:
-    """As `Batches` of the same rows: an epoch each, or parts of one without an end."""
+    """Chains equal `Batches` of the same rows: one epoch each, or parts of a stream."""
     chain = hs.Dataset.from_tensor_slices((X, Y)).shuffle(seed=5).batch(SIZE)
     found = []
     for data in (
@@ -392,7 +392,7 @@ def test_chains_of_data_sets_are_global_batches(strategy: Any) -> None:
 
 
 def test_data_of_the_programs_own_are_shares(strategy: Any) -> None:
-    """Of any number of rows; predictions come in replica order."""
+    """Each rank passes its own rows; predictions are in replica order."""
     model = hsk.distribute(_model(), strategy)
     parts = np.array_split(np.arange(ROWS), strategy.num_replicas_in_sync)
     own = parts[strategy.replica_id]
@@ -417,7 +417,7 @@ def test_data_of_the_programs_own_are_shares(strategy: Any) -> None:
 
 
 def test_embeddings_and_several_inputs(strategy: Any) -> None:
-    """Whose gradients TensorFlow has as rows; a dict of inputs, two losses."""
+    """Test gradients that TensorFlow has as rows, dict inputs and two losses."""
 
     def run(where: Any) -> Any:
         keras.utils.set_random_seed(6)
@@ -435,7 +435,7 @@ def test_embeddings_and_several_inputs(strategy: Any) -> None:
         y = {"u": Y, "v": Y + 1}
         logs = model.fit(x, y, SIZE, 2, 0, shuffle=False).history
         if BACKEND == "tensorflow":
-            # Means over batches of any size there, in Keras itself.
+            # Keras itself reports means over batches of any size here.
             del logs["u_loss"], logs["v_loss"]
         found = model.predict(x, verbose=0)
         return sorted(logs.items()), _weights(model, where), sorted(found.items())
@@ -453,7 +453,7 @@ def test_embeddings_and_several_inputs(strategy: Any) -> None:
 def test_means_are_written_into_memory_of_their_own(
     strategy: Any, eagerly: bool
 ) -> None:
-    """Not that of what is used later, elsewhere, or again; one tensor comes twice."""
+    """Results share no memory with other values; one tensor is passed twice."""
     import tensorflow as tf
 
     from hpcstrat.integrations.keras.tensor_calls import exchanges
@@ -471,7 +471,7 @@ def test_means_are_written_into_memory_of_their_own(
 
     compute = step if eagerly else tf.function(step)
     rank = strategy.replica_id + 1.0
-    # Small integers: their sums are exact in any type.
+    # Sums of these small integers are exact in any type.
     ranks = np.arange(1.0, size + 1)
     powers = (2, 2, 2, 0, 1, 1, 1, 0)
     factors = (4, 4, 4, 1, 1, 1, 1, 1)

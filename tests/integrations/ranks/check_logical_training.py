@@ -15,7 +15,7 @@ pytestmark = pytest.mark.rule
 
 
 if find_spec("jax"):
-    # Before JAX computes: see `hpcstrat.engine.logical.threads.let_xla_wait`.
+    # Call before JAX computes: see `hpcstrat.engine.logical.threads.let_xla_wait`.
     import hpcstrat.integrations.jax as hsj
 
 
@@ -24,7 +24,7 @@ def made(comm: Any = None, **options: Any) -> Any:
 
 
 def alone() -> Any:
-    """Return a strategy of this process alone, with all replicas."""
+    """Return a strategy in which this process has all replicas."""
     from mpi4py import MPI
 
     return made(MPI.COMM_SELF)
@@ -78,7 +78,7 @@ def test_pytorch(job: Any, buffers: Any, inside: bool) -> None:
         mean = strategy.reduce("mean", losses, axis=None)
         state = [t.detach() for t in net.state_dict().values()]
         if buffers is None:
-            # Each replica's own; what the module has then is that of some replica.
+            # Buffers differ between replicas; the module keeps those of one replica.
             state = [p.detach() for p in net.parameters()]
         return bits(mean, *state)
 
@@ -102,7 +102,7 @@ def test_pytorch_adds_up_backwards_and_knows_unreached_parameters(job: Any) -> N
         def step() -> None:
             replica = hs.get_replica_context().replica_id_in_sync_group
             rows = torch.full((1, 1), float(replica + 1))
-            # The second layer is reached on one replica only.
+            # Only one replica uses the second layer.
             out = net[0](rows) + (net[1](rows) if replica == 2 else 0)
             out.sum().backward()
 
@@ -116,7 +116,7 @@ def test_pytorch_adds_up_backwards_and_knows_unreached_parameters(job: Any) -> N
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_pytorch_adds_gradients_of_all_types_in_the_order_of_the_tree(op: str) -> None:
-    """Some replicas reach some parameters only: what they lack is zeros."""
+    """Some replicas use only some parameters; the missing gradients count as zeros."""
     torch = pytest.importorskip("torch")
     import hpcstrat.integrations.torch as hst
     from hpcstrat.engine.logical.tree_order import TreeOrder
@@ -264,7 +264,7 @@ def test_jax(job: Any) -> None:
 
 @pytest.mark.parametrize("ready", [False, True])
 def test_jax_exchanges_inside_of_jit(job: Any, ready: bool) -> None:
-    """Also gradients of gathers and broadcasts, twice; arguments of any kind."""
+    """Test gradients of gathers and broadcasts, twice, with arguments of any kind."""
     jax = pytest.importorskip("jax")
     jnp = jax.numpy
 
@@ -335,7 +335,7 @@ def test_jax_errors_inside_of_jit_reach_all_replicas(job: Any) -> None:
             error = outcome(strategy.run, function)
             assert error is not None
             assert word in str(error), repr(error)
-        # They go on together.
+        # After the error, all replicas continue together.
         results = strategy.run(lambda: np.asarray(mean(np.full(2, 3.0))))
         for result in strategy.experimental_local_results(results):
             assert result.tolist() == [3.0, 3.0]

@@ -1,4 +1,4 @@
-"""The backend of torch.distributed, against gloo and one process."""
+"""The backend of torch.distributed, compared with gloo and one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHAPES = [(), (0,), (5,), (3, 4), (130_001,)]
 
 @pytest.fixture(scope="module", autouse=True)
 def gloo(job: Any) -> Iterator[Any]:
-    """Make the default group, and one of gloo; of the job, as is all else here."""
+    """Make the default group, and a group of gloo, which all tests here use."""
     torch.set_num_threads(1)
     dist.init_process_group("hpcstrat")
     yield dist.new_group(backend="gloo")
@@ -39,7 +39,7 @@ def gloo(job: Any) -> Iterator[Any]:
 
 
 def tensor_of(rank: int, shape: Any, dtype: Any, seed: int = 0) -> Any:
-    """Return a rank's tensor of small numbers, the same on all ranks."""
+    """Return a rank's tensor of small numbers; every rank can make it."""
     generator = torch.Generator().manual_seed(17 * rank + seed)
     numbers = torch.randint(1, 6, tuple(shape), generator=generator)
     return (numbers % 2 == 0) if dtype is torch.bool else numbers.to(dtype)
@@ -167,7 +167,7 @@ def test_reductions_end_where_they_should(job: Any, dtype: Any) -> None:
         assert torch.equal(part, total[job.rank])
         dist.reduce_scatter(part.zero_(), [row.clone() for row in mine])
         assert torch.equal(part, total[job.rank])
-        # As FSDP does: in the memory of the own part.
+        # FSDP reduces like this: the output is this rank's part of the input.
         whole = mine.clone().reshape(-1)
         own = whole[job.rank * length : (job.rank + 1) * length]
         dist.reduce_scatter_tensor(own, whole)
@@ -197,7 +197,7 @@ def test_messages_and_objects(job: Any) -> None:
     after, before = (job.rank + 1) % job.size, (job.rank - 1) % job.size
     if job.size > 1:
         for dtype in (torch.float32, torch.bfloat16, torch.bool):
-            # Larger than what any MPI sends by itself.
+            # The message is larger than messages that MPI sends without a receiver.
             sent = tensor_of(job.rank, (100_000,), dtype)
             came = torch.zeros_like(sent)
             work = [dist.isend(sent, after, tag=3), dist.irecv(came, before, tag=3)]
@@ -228,7 +228,7 @@ def test_handles_that_are_polled_or_dropped(job: Any) -> None:
     dist.irecv(torch.empty(1_000_000), before)
     dist.barrier()
     dist.isend(torch.full((1_000_000,), 9.0), after)
-    # Not the tensor's memory: what comes is copied into it.
+    # The tensor is not contiguous, so the received data are copied into it.
     came = torch.zeros(2, 1000).t()
     work = dist.irecv(came, before)
     sent = dist.isend(torch.full((1000, 2), float(job.rank)), after)
@@ -250,7 +250,7 @@ def test_sub_groups_are_groups_of_their_own(job: Any) -> None:
     own = torch.ones(3)
     dist.all_reduce(own, group=mine)
     assert (own == size).all()
-    # Calls of one are of no concern to the other.
+    # Calls in one sub-group do not affect the other sub-group.
     for _ in range(job.rank):
         dist.all_reduce(own, group=mine) if size == 1 else None
     dist.barrier()
@@ -281,13 +281,13 @@ def trained(model: Any, rows: Any, make: Any) -> Any:
 
 
 def batch(job: Any) -> tuple[Any, Any]:
-    """Return the rows of this rank, and of all."""
+    """Return the rows of this rank, and the rows of all ranks."""
     rows = torch.randn(6 * job.size, 4, generator=torch.Generator().manual_seed(3))
     return rows.double().chunk(job.size)[job.rank], rows.double()
 
 
 def adam(parameters: Any) -> Any:
-    """Return an optimizer."""
+    """Return an Adam optimizer for parameters."""
     return torch.optim.Adam(parameters, lr=0.05)
 
 
@@ -317,9 +317,9 @@ def test_buckets_of_ddp_are_added_up_where_they_lie(job: Any) -> None:
         trained(model, own, adam)
         for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-        # Before torch 2.6 works of Python get lost.
+        # Before torch 2.6, asynchronous work of Python backends is lost.
         if hasattr(torch._C._distributed_c10d, "_register_work"):
-            # Those of the first step are gone.
+            # The mapped buckets of the first step have been released.
             assert len(group._areas._others) == job.size - 1
         dist.destroy_process_group(group)
 
@@ -342,7 +342,7 @@ def test_memory_that_others_may_hold_stays_where_it_is() -> None:
 
 
 def workers(monkeypatch: Any) -> Any:
-    """Return a group of all ranks, each of which is a worker of its own."""
+    """Return a group of all ranks, in which each rank is a separate worker."""
     alone = functools.partial(hs.MultiWorkerMirroredStrategy, replicas_per_worker=1)
     with monkeypatch.context() as patch:
         patch.setattr(at_import, "MultiWorkerMirroredStrategy", alone)
@@ -369,7 +369,8 @@ def test_ddp_between_workers_begins_its_sums_at_once(
     alone = trained(net(), rows, adam)
     for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    # The first time all are one bucket. Before torch 2.6 works of Python get lost.
+    # In the first step, all parameters share a bucket. Before torch 2.6, asynchronous
+    # work of Python backends is lost.
     if job.size > 1 and hasattr(torch._C._distributed_c10d, "_register_work"):
         later = ["start", "start", "start", "first", "start"]
         assert seen == ["first", "start", *later, *later, *later]

@@ -1,4 +1,4 @@
-"""Batch normalization over the global batch, against one process that has all of it."""
+"""Batch normalization over the global batch, compared with one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 import hpcstrat.integrations.torch as hst
 from tests.mpi.ranks.outcomes import assert_told, assert_usable, outcome
 
-# Rows of each replica; none on one of three.
+# The number of rows of each replica; one of three replicas has none.
 ROWS = [5, 2, 0]
 
 
@@ -22,7 +22,7 @@ def _rows(strategy: Any, seed: int) -> tuple[Any, slice]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(sum(rows), 3, 6, 6, generator=generator, dtype=torch.float64)
     first = sum(rows[: strategy.replica_id])
-    # Far from 0, where sums of squares lose digits.
+    # Values far from 0, where sums of squares lose digits.
     return x + 100, slice(first, first + rows[strategy.replica_id])
 
 

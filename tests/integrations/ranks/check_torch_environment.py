@@ -1,4 +1,4 @@
-"""The meeting point of a default group's ranks."""
+"""The port at which the ranks of torch's default group rendezvous."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_group_is_made_again_where_the_last_still_listens(job: Any) -> None:
         own = torch.ones(1)
         dist.all_reduce(own)
         assert own == job.size
-        # It listens as long as rank 0 has it.
+        # The store listens as long as rank 0 keeps this reference.
         store = dist.distributed_c10d._get_default_store()
         dist.destroy_process_group()
         if job.rank == 0:

@@ -1,4 +1,4 @@
-"""The pages for those who come from DDP and Horovod: all that is about tensors."""
+"""The claims about tensors in the pages for users of DDP and Horovod."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.mpi.ranks.outcomes import outcome
 def test_calls_of_torch_distributed_have_counterparts(strategy: Any, job: Any) -> None:
     tensor = torch.full((2,), float(job.rank))
     total = sum(range(job.size))
-    # Results are in place where `out` says so; else arguments stay as they are.
+    # Results are in place if ``out`` is given; otherwise arguments are unchanged.
     assert strategy.reduce("sum", tensor, out=tensor) is tensor
     assert tensor.tolist() == [total] * 2
     mine = torch.full((job.rank + 1,), float(job.rank))
@@ -45,11 +45,11 @@ def test_replicas_begin_equal_and_may_leave_parameters_unused(
     torch.manual_seed(job.rank)
     net = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
     model = hst.replicate(net, strategy)
-    # The module itself, without a wrapper.
+    # ``replicate`` returns the module itself, without a wrapper.
     assert model is net
     strategy.check_equal(model.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    # One of the two layers, another one on each replica.
+    # Each replica uses another one of the two layers.
     model[job.rank % 2](torch.ones(1, 2)).sum().backward()
     optimizer.step()
     with hst.no_sync(model):
@@ -57,7 +57,7 @@ def test_replicas_begin_equal_and_may_leave_parameters_unused(
     model[0](torch.ones(1, 2)).sum().backward()
     optimizer.step()
     strategy.check_equal(model.state_dict())
-    # All replicas save.
+    # All replicas must save.
     checkpoints = hs.CheckpointManager(folder, **hst.state(model, optimizer))
     saved = [p.clone() for p in model.parameters()]
     checkpoints.save(1)
@@ -72,7 +72,7 @@ def test_changes_by_hand_are_seen_by_check_equal_alone(strategy: Any, job: Any) 
     model = hst.replicate(torch.nn.Linear(2, 1), strategy)
     with torch.no_grad():
         model.bias.fill_(job.rank)
-    # The next backward says nothing.
+    # The next backward does not report the difference.
     model(torch.ones(1, 2)).sum().backward()
     error = outcome(strategy.check_equal, model.state_dict())
     assert (error is None) == (job.size == 1)

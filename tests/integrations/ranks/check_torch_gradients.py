@@ -1,4 +1,4 @@
-"""Replicated modules of PyTorch, against one process that has all the rows."""
+"""Replicated modules of PyTorch, compared with one process that has all rows."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import hpcstrat as hs
 import hpcstrat.integrations.torch as hst
 from tests.mpi.ranks.outcomes import assert_told, assert_usable, outcome
 
-# Rows of each replica: ragged, and none on one of three.
+# The number of rows of each replica: uneven, and one of three replicas has none.
 ROWS = [5, 2, 0]
 
 
 def _whole(strategy: Any, seed: int = 1, columns: int = 4) -> tuple[Any, Any]:
-    """Return the rows of all replicas, and where this one's are."""
+    """Return the rows of all replicas, and the slice of this replica's rows."""
     rows = ROWS[: strategy.num_replicas_in_sync]
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(sum(rows), columns, generator=generator, dtype=torch.float64)
@@ -94,7 +94,7 @@ def test_several_backwards_add_up(strategy: Any, op: str) -> None:
         module(parts[0, rank]).sum().backward()
     module(parts[1, rank]).sum().backward()
     strategy.check_equal(_gradients(module))
-    # After a reduction, and not.
+    # Add gradients without a reduction, and then with one.
     with hst.no_sync(module):
         module(parts[2, rank]).sum().backward()
     module(parts[2, rank]).sum().backward()
@@ -110,7 +110,7 @@ def _seeded(seed: int) -> Any:
 
 
 class _Branches(nn.Module):
-    """Uses another layer on each replica, one only sometimes, one never."""
+    """A module with a layer for each replica, one for odd steps, and an unused one."""
 
     def __init__(self, *replicas: int, **options: Any) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def test_parameters_that_some_replicas_do_not_use(
             (alone(x, 0).sum() + (step % 2) * size * alone.layers[3](x).sum()) / scale
         ).backward()
         if step == 0:
-            # One process has multiplied it by zero.
+            # One process has multiplied the unused layer's output by zero.
             alone.layers[3].zero_grad()
         _assert_close(module, alone)
         strategy.check_equal(_gradients(module))
@@ -195,7 +195,7 @@ def test_sparse_gradients(strategy: Any, op: str) -> None:
     picks = [torch.tensor([r, r + 1, 5]) for r in range(size)]
 
     def loss(model: Any, r: int) -> Any:
-        # The last replica uses no rows, if it is not alone.
+        # The last replica uses no rows, if there are several replicas.
         rows = model["rows"](picks[r]) if r < max(size - 1, 1) else torch.ones(1, 3)
         return model["last"](rows).square().sum()
 
@@ -220,7 +220,7 @@ def test_gradients_of_two_kinds_are_an_error_on_all(strategy: Any, job: Any) -> 
     assert_usable(strategy, job)
 
 
-# A word of torch 2.4 on its own call.
+# Ignore a warning of torch 2.4 about its own call.
 @pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast:FutureWarning")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_layers_are_reduced_once(
@@ -253,7 +253,7 @@ def test_checkpointed_layers_are_reduced_once(
 
 
 def test_gradients_outside_of_parameters_are_left_alone(strategy: Any) -> None:
-    """As of a penalty on the gradient by the inputs."""
+    """A penalty on the gradient by the inputs leaves other gradients unchanged."""
     module, alone = hst.replicate(_net(0), strategy), _net(0)
     x, own = _whole(strategy)
 
@@ -410,7 +410,7 @@ def test_a_module_can_be_copied_and_let_go_of(strategy: Any) -> None:
 def test_a_backward_that_fails_on_one_replica_is_not_mixed_with_the_next(
     job: Any,
 ) -> None:
-    """A program that skips a bad batch would add one step's gradients to another's."""
+    """If a program skips a bad batch, gradients of two steps must not be added."""
     faulty, fails = job.size - 1, [False]
     if job.size == 1:
         pytest.skip("alone")

@@ -1,4 +1,4 @@
-"""Gradients that are summed between workers while a backward goes on."""
+"""Gradients that are summed between workers during the backward pass."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from tests.integrations.ranks.check_torch_gradients import (  # noqa: F401
 )
 from tests.mpi.ranks.outcomes import assert_usable, outcome
 
-# Buckets of one weight, or a weight and a bias.
+# A size for buckets of one weight, or of a weight and a bias.
 SMALL = 64
 
 
 @pytest.fixture(scope="module")
 def kept() -> Iterator[dict[Any, Any]]:
-    """Yield strategies, which the tests share."""
+    """Yield a dict of strategies, which the tests share."""
     strategies: dict[Any, Any] = {}
     yield strategies
     for strategy in strategies.values():
@@ -49,7 +49,7 @@ def kept() -> Iterator[dict[Any, Any]]:
 
 @pytest.fixture
 def strategy(kept: Any, monkeypatch: Any) -> Any:
-    """Return a strategy of workers of one replica, with small buckets."""
+    """Return a strategy whose workers have one replica, with small buckets."""
     small = functools.partial(hst.replicate, bucket_bytes=SMALL)
     monkeypatch.setattr(hst, "replicate", small)
     return _strategy(kept)
@@ -66,7 +66,7 @@ def _strategy(kept: Any, replicas_per_worker: int = 1, **options: Any) -> Any:
 
 
 def _seen(module: Any, strategy: Any, patch: Any) -> list[str]:
-    """Return a list of what happens: starts of reductions, gradients of the first."""
+    """Return a list of events: starts of reductions, gradients of the first layer."""
     seen: list[str] = []
     start = strategy.collectives.start_in_call
 
@@ -91,7 +91,7 @@ def test_buckets_go_out_before_the_end_with_the_same_bits(
     kept: Any, replicas_per_worker: int, job: Any, monkeypatch: Any
 ) -> None:
     strategy = _strategy(kept, replicas_per_worker)
-    # Of one layer, which no header carries where there are two workers.
+    # A bucket has one layer, which is too large for the header of two workers.
     module = hst.replicate(_mlp(300), strategy, bucket_bytes=300_000)
     at_end = hst.replicate(_mlp(300), strategy, bucket_bytes=0)
     several = strategy.topology.num_workers > 1
@@ -134,7 +134,7 @@ def test_layers_that_checkpoints_reach_twice(
     scale = size if op == "mean" else 1
     x = torch.randn(size, 2, 4, dtype=torch.float64, generator=_seeded(3))
     for step in range(4):
-        # The last time, on one replica only.
+        # In the last step, only one replica reaches the layers twice.
         again = step < 3 or rank == 0
         module(x[rank], again).square().sum().backward()
         for other in range(size):
@@ -154,7 +154,8 @@ def test_memory_that_the_rest_of_a_backward_needs_is_left_alone(strategy: Any) -
             self.double()
 
         def forward(self, x: Any) -> Any:
-            # Both get one gradient, of which the parameter's is a view.
+            # Both operands get the same gradient; the parameter's gradient is a view of
+            # it.
             return self.after(self.before(x) + self.positions.unsqueeze(0)).tanh()
 
     module, alone = hst.replicate(Positions(), strategy), Positions()
@@ -193,7 +194,7 @@ def test_a_failure_in_the_midst_is_named_on_all(strategy: Any, job: Any) -> None
             raise ZeroDivisionError
 
     def meet(_: Any) -> None:
-        # Several buckets of the others' wait for the rank that has failed by then.
+        # By then, several buckets of the other ranks wait for the failed rank.
         if fails[0]:
             job.Barrier()
 
@@ -230,7 +231,7 @@ def test_halves_on_the_wire_leave_what_is_agreed_exact(
         for model in (module, alone):
             model.zero_grad()
         x = torch.randn(job.size, 4, 300, generator=_seeded(step))
-        # So large that a one beside it is nothing.
+        # The gradient is so large that a 1 added to it is lost.
         module[:6](x[job.rank]).mul(1e25).sum().backward()
         for part in x:
             (alone[:6](part).mul(1e25).sum() / job.size).backward()
@@ -260,7 +261,7 @@ def test_two_modules_in_a_backward_of_which_a_replica_skips_a_layer(
     size, rank = strategy.num_replicas_in_sync, strategy.replica_id
     x = torch.randn(size, 2, 4, dtype=torch.float64, generator=_seeded(3))
     for step in range(3):
-        # Buckets of the first module are then complete before those of the other.
+        # The buckets of the first module are then complete before those of the second.
         skips: list[int | None] = [None] * size
         skips[-1] = 2 if step == 2 else None
         last(first(x[rank]), skips[rank]).square().sum().backward()

@@ -1,7 +1,8 @@
-"""Programs of PyTorch, drawn from seeds, train as one process with all rows does.
+"""PyTorch programs drawn from seeds train like one process with all rows.
 
-Each draws a model (shared, frozen, conditional and sparse parameters), an optimizer, a
-way to distribute it, and then steps, accumulation, errors, checkpoints and scalers.
+Each program draws a model (shared, frozen, conditional and sparse parameters), an
+optimizer, a way to distribute it, and then steps, accumulation, errors, checkpoints and
+scalers.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from tests.integrations.ranks.drawn import seeds
 fsdp = pytest.importorskip("torch.distributed.fsdp")
 pytestmark = pytest.mark.filterwarnings("ignore")
 WORDS, WIDTH = 6, 4
-# Optimizers that divide by roots of squares enlarge rounding.
+# Optimizers that divide by square roots amplify rounding errors.
 CLOSE = {"rtol": 1e-7, "atol": 1e-8}
 
 
 class Net(nn.Module):
-    """Words to numbers; some replicas may leave the branch out."""
+    """A model from words to scores; a replica may skip the branch."""
 
     def __init__(self, draw: np.random.Generator) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class Net(nn.Module):
 
 
 def _optimizer(draw: np.random.Generator, sparse: bool, whole: bool) -> Any:
-    """Return what makes an optimizer of parameters."""
+    """Return a function that makes a random optimizer for parameters."""
     sgd = [
         lambda p: torch.optim.SGD(p, 0.1),
         lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
@@ -79,19 +80,19 @@ def _optimizer(draw: np.random.Generator, sparse: bool, whole: bool) -> Any:
 
 @pytest.fixture(scope="module")
 def group(strategy: Any) -> Iterator[None]:
-    """Make the default process group, of the job."""
+    """Make the default process group of the job."""
     dist.init_process_group(BACKEND)
     yield
     dist.destroy_process_group()
 
 
 class Job:
-    """A program on this replica, and beside it what one process makes of all rows."""
+    """A program on this replica, and the same program in one process with all rows."""
 
     def __init__(self, strategy: Any, seed: int, folder: Path) -> None:
         self.strategy, self.folder = strategy, folder
         self.size, self.rank = strategy.num_replicas_in_sync, strategy.replica_id
-        # Drawn alike by all ranks.
+        # All ranks draw the same numbers.
         self.draw = draw = np.random.default_rng(seed)
         self.way = str(draw.choice(["replicate", "replicate", "sum", "ddp", "fsdp"]))
         torch.manual_seed(seed)
@@ -126,7 +127,7 @@ class Job:
         self.saves = 0
 
     def play(self, length: int) -> None:
-        """Do so many drawn things, and compare after each of them."""
+        """Run ``length`` drawn actions, and compare the two programs after each."""
         kinds = ["step", "step", "accumulate", "freeze", "look"]
         if self.checkpoints is not None:
             kinds += ["save", "restore", "fail"]
@@ -136,12 +137,12 @@ class Job:
             self._compare(kind)
 
     def _batch(self) -> list[tuple[Any, bool]]:
-        """Return rows of each replica, and whether it uses the branch."""
+        """Return for each replica its rows, and whether it uses the branch."""
         draw, found = self.draw, []
         for _ in range(self.size):
             rows = int(draw.integers(0, 4))
             words = torch.from_numpy(draw.integers(0, WORDS, (rows, 2)))
-            # FSDP2 gathers parameters together: all must use them.
+            # FSDP2 gathers parameters together, so all replicas must use them.
             branch = self.way == "fsdp" or bool(draw.random() < 0.5)
             found.append((words, branch))
         if not any(len(words) for words, _ in found):
@@ -152,7 +153,7 @@ class Job:
         return (model(words, branch) - 1).square().sum()
 
     def _backward(self, bad: int | None = None) -> None:
-        """One backward of both; ``bad``: the rank whose loss is infinite."""
+        """Run one backward of both programs; the loss of rank ``bad`` is infinite."""
         batch = self._batch()
         total = sum(len(words) for words, _ in batch)
         scale = [torch.ones((), dtype=torch.float64)] * self.size
@@ -212,7 +213,7 @@ class Job:
 
     def _freeze(self) -> None:
         if self.way in ("ddp", "fsdp"):
-            return  # They know of parameters when they are made.
+            return  # DDP and FSDP cannot change parameters after they are made.
         name = str(self.draw.choice(["words", "branch", "layers"]))
         wanted = bool(self.draw.random() < 0.6)
         for model, _ in self.pairs:
@@ -245,13 +246,13 @@ class Job:
         (words, branch), *_ = self._batch()
         loss = self._loss(self.model, words, branch)
         if not loss.requires_grad:
-            return  # All ranks have the same batch, and what it uses is frozen.
+            return  # All parameters that the ranks' common batch uses are frozen.
         if self.rank == bad:
             loss.register_hook(_planted)
         with pytest.raises(RuntimeError):
             loss.backward()
         if self.rank == bad and self.size > 1:
-            # Here it failed before the module's hooks: the next call tells of it.
+            # The error came before the module's hooks, so the next call reports it.
             with pytest.raises(hs.errors.CollectiveError):
                 self.strategy.check_equal(words.numpy())
         for _, optimizer in self.pairs:

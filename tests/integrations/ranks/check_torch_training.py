@@ -20,11 +20,11 @@ from tests.mpi.ranks.outcomes import assert_usable, outcome
 __all__ = ["strategies"]
 
 NUM_ROWS = 21
-BATCH = 5  # The last batch has one row: none for most replicas.
+BATCH = 5  # The last batch has one row, so most replicas have none.
 
 
 class Rows:
-    """A map-style data set of rows with their targets."""
+    """A map-style dataset of rows with their targets."""
 
     def __len__(self) -> int:
         return NUM_ROWS
@@ -84,12 +84,12 @@ def test_a_sampler_stands_where_the_program_is(
             states.append(sampler.state())
     assert _global_batches(job, own) == expected
     assert states[3]["global_position"] == 3 * BATCH
-    # In the middle of an epoch, and at its end.
+    # Restore in the middle of an epoch, and at its end.
     for at in (3, 5, 7):
         sampler.restore_state(states[at])
         rest = [[int(name) for name in batch["name"]] for batch in loader]
         assert _global_batches(job, rest) == expected[at : 5 if at <= 5 else 10]
-    # One that is left early does not come back.
+    # A loader that was left early is not continued.
     sampler.epoch = 0
     next(iter(loader))
     assert len(list(loader)) == 5
@@ -100,7 +100,7 @@ def test_a_variable_of_the_program_is_no_loader_that_reads(strategy: Any) -> Non
     sampler = _sampler(strategy, drop_remainder=True)
     loader = sampler.loader()
     assert len(list(sampler)) == len(loader)
-    # Only the program has got these batches, in a frame with a variable `loader`.
+    # Only this program has read these batches, in a frame with a variable `loader`.
     for _ in sampler:
         pass
     assert sampler.state()["epoch"] == 2
@@ -133,7 +133,7 @@ def test_plain_loaders_say_what_they_cannot(strategy: Any, job: Any) -> None:
 
 
 class _Training:
-    """A model with all that there may be beside it."""
+    """A training with a model, an optimizer and other objects with state."""
 
     def __init__(self, strategy: Any, seed: int) -> None:
         torch.manual_seed(seed)
@@ -199,7 +199,7 @@ def test_saved_on_two_goes_on_on_three_as_one_process(
     strategies[goer].check_equal(
         [restored.model.state_dict(), restored.optimizer.state_dict()["state"]]
     )
-    # Into slots that are there, and once more after others.
+    # Restore into existing slots, and again after further steps.
     manager.restore()
     assert restored.steps(4) == pytest.approx(whole[4:], abs=1e-12)
 
@@ -214,7 +214,7 @@ def test_tied_moved_and_half_parameters_are_saved(strategy: Any, folder: Path) -
     )
     model(torch.ones(2, 3).bfloat16()).sum().backward()
     optimizer.step()
-    # Memory of another place.
+    # Move a parameter to other memory.
     model[0].weight.data = model[0].weight.data.clone()
     before = [
         model[0].weight.clone(),
@@ -256,7 +256,7 @@ def test_lbfgs_goes_on_from_its_history(strategy: Any, folder: Path) -> None:
     optimizer.step(closure)
     manager.save(1)
     expected = [optimizer.step(closure).item() for _ in range(3)]
-    # Into an optimizer with more history, and into one that has made no step.
+    # Restore into an optimizer with more history, and into one without steps.
     manager.restore()
     assert [optimizer.step(closure).item() for _ in range(3)] == expected
     model, optimizer, closure = _lbfgs(strategy, 2)
@@ -324,7 +324,7 @@ def test_tensors_in_another_order_are_refused_on_all(strategy: Any, job: Any) ->
 def test_momentum_of_sparse_gradients_is_saved_and_was_not_there_before(
     strategy: Any, folder: Path
 ) -> None:
-    """The momentum is a sparse tensor; a checkpoint from before it brings none."""
+    """The momentum is a sparse tensor, which an earlier checkpoint does not have."""
     model = torch.nn.Embedding(5, 2, sparse=True)
     model = hst.replicate(model, strategy)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)

@@ -1,4 +1,4 @@
-"""A strategy over all ranks: integrations see no layouts, and one says it all."""
+"""A strategy over all ranks; integrations do not depend on layouts of workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["folder", "job", "strategies", "strategy"]
 
 @pytest.fixture(scope="session")
 def strategy() -> Iterator[Any]:
-    """Yield a strategy, which tests share and leave usable."""
+    """Yield a strategy, which tests share and must leave usable."""
     import hpcstrat as hs
 
     with hs.MultiWorkerMirroredStrategy() as strategy:
@@ -24,9 +24,10 @@ def strategy() -> Iterator[Any]:
 
 @pytest.fixture(scope="session", autouse=True)
 def kept_programs(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Let JAX keep what it compiles: tests make the same small models again and again.
+    """Let JAX keep compiled programs, because tests make the same small models often.
 
-    In a folder of this rank, as JAX also reads a file that another is still writing.
+    The folder belongs to this rank, because JAX would read a file that another rank is
+    still writing.
     """
     if jax := sys.modules.get("jax"):
         folder = tmp_path_factory.mktemp("compiled")

@@ -1,4 +1,4 @@
-"""Drawn programs for rank tests: a few, or those that DRAWN_PROGRAMS names.
+"""Random programs for rank tests: a few, or those that DRAWN_PROGRAMS names.
 
 ``DRAWN_PROGRAMS=1:2000 mpirun -n 3 python -m tests.mpi.ranks -k programs FILE``
 """
@@ -11,6 +11,6 @@ __all__ = ["seeds"]
 
 
 def seeds(few: int) -> range:
-    """Return the seeds from 1 to ``few``, or from FIRST to LAST of the environment."""
+    """Return the seeds from 1 to ``few``, or the range in DRAWN_PROGRAMS."""
     first, _, last = os.environ.get("DRAWN_PROGRAMS", f"1:{few}").partition(":")
     return range(int(first), int(last or first) + 1)

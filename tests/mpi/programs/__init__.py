@@ -1,1 +1,1 @@
-"""Whole programs that the tests launch on several ranks, and what runs them."""
+"""Whole programs that the tests launch on several ranks, and helpers that run them."""

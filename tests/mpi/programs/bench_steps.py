@@ -1,4 +1,4 @@
-"""Steps for ``hpcstrat bench scaling --step``: small, and with faults in them."""
+"""Step functions for ``hpcstrat bench scaling --step``: a small one and faulty ones."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 
 import hpcstrat as hs
 
-# Of a row of the batch; long beside what a busy machine adds.
+# Time for one row of the batch; long compared with the delays of a busy machine.
 ROW_SECONDS = 5e-3
 
 
 def make_step(strategy: Any, global_batch_size: int) -> Callable[[], None]:
-    """Return a step; the last replica is slow."""
+    """Return a training step that takes twice as long on the last replica."""
     with strategy.scope():
         weights = hs.Variable(np.zeros(1000, np.float32), name="weights")
         optimizer = hs.optimizers.SGD(0.1)
@@ -27,7 +27,8 @@ def make_step(strategy: Any, global_batch_size: int) -> Callable[[], None]:
     last = strategy.replica_id + 1 == strategy.num_replicas_in_sync
 
     def train(batch: Any) -> None:
-        # As long as a share of the batch takes; twice that on the slow one.
+        # Sleep in proportion to the rows of this replica; the last replica sleeps
+        # twice.
         time.sleep((1 + last) * ROW_SECONDS * len(batch))
         gradient = np.full(1000, batch.sum(), np.float32)
         optimizer.apply_gradients([(gradient, weights)])
@@ -36,7 +37,7 @@ def make_step(strategy: Any, global_batch_size: int) -> Callable[[], None]:
 
 
 def _faulty(fault: Callable[[], None]) -> Any:
-    """Return what makes a step whose fault comes in strong scaling, on replica 1."""
+    """Return a `make_step` whose step has a fault, in strong scaling, on replica 1."""
 
     def make(strategy: Any, global_batch_size: int) -> Callable[[], None]:
         step, done = make_step(strategy, global_batch_size), [0]

@@ -1,7 +1,8 @@
-"""Lose the last rank in the midst of steps: ``central_lost.py FOLDER EACH SECONDS``.
+"""Kill the last rank in the midst of steps: ``central_lost.py FOLDER EACH SECONDS``.
 
-Variables lie in central storage, EACH replicas a worker, or 0 for all; the rank is
-killed SECONDS after a checkpoint, from which the others go on.
+Variables lie in central storage. EACH is the number of replicas per worker, or 0 for
+one worker with all replicas. The last rank is killed SECONDS after a checkpoint, and
+the other ranks continue from that checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _SIZE = 200_000
 
 
 class Training:
-    """Steps of Adam."""
+    """Training of one central variable with Adam."""
 
     def __init__(self, folder: str, **options: Any) -> None:
         self.strategy = hs.CentralStorageStrategy(on_lost_rank="raise", **options)
@@ -39,7 +40,7 @@ class Training:
 
 
 def main() -> None:
-    """Run."""
+    """Run the training, lose the last rank, and continue."""
     folder, each, seconds = sys.argv[1], int(sys.argv[2]) or None, float(sys.argv[3])
     training = Training(folder, replicas_per_worker=each)
     strategy = training.strategy

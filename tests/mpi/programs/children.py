@@ -1,7 +1,8 @@
 """Make a strategy in a child of each rank: ``children.py spawn|fork|forkserver|raw``.
 
-Run with ``later``, MPI has not started yet when the children do; with ``import``, they
-make the strategy while they import this program, as one without ``if __name__`` does.
+With ``later``, MPI has not started yet when the children start. With ``import``, the
+children make the strategy while they import this program, like a program without ``if
+__name__ == "__main__"``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import hpcstrat as hs
 
 
 def make(say: int) -> None:
-    """Try to make a strategy, and write what it said."""
+    """Try to make a strategy in the child, and write "made" or the error to a pipe."""
     try:
         hs.MirroredStrategy()
         text = "made"

@@ -1,9 +1,9 @@
-"""Train on, whoever is killed: ``elastic.py FOLDER OPTIONS``, the options in JSON.
+"""Train to the end although ranks are killed: ``elastic.py FOLDER OPTIONS`` (JSON).
 
-Each number of the result follows from the data, whatever the number of replicas:
-``ledger`` counts how often each row was used, ``total`` is exact, ``weights`` is right
-up to rounding. The ranks write their process numbers into FOLDER, and the first replica
-when it went on after a loss.
+The expected result does not depend on the number of replicas: ``ledger`` counts how
+often each row was used, ``total`` is exact, ``weights`` is right up to rounding. The
+ranks write their process numbers into FOLDER. The first replica also writes the time at
+which training continued after a loss.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ ROWS, WIDTH, BATCH = 96, 5, 12
 
 
 class Kills:
-    """Where this rank is to kill itself."""
+    """The places and steps at which this rank kills itself."""
 
     def __init__(self, rank: int, wanted: list[dict[str, Any]]) -> None:
         self.calls = 0
         self._wanted = [kill for kill in wanted if kill["rank"] == rank]
 
     def at(self, where: str, step: int) -> None:
-        """Die, if it is here and now."""
+        """Kill this rank if a kill was requested for this place and step."""
         for kill in self._wanted:
             here = kill["where"] == where and step >= kill.get("step", 0)
             if here and self.calls >= kill.get("call", 1):
@@ -39,13 +39,13 @@ class Kills:
 
 
 def die() -> None:
-    """End without a word."""
+    """Kill this process without any message to the other ranks."""
     os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 
 
 class DyingArray:
-    """Rows whose reading kills the rank."""
+    """Rows of a dataset that may kill the rank when they are read."""
 
     def __init__(self, rows: Any, kills: Kills) -> None:
         self._rows, self._kills = rows, kills
@@ -61,7 +61,7 @@ class DyingArray:
 
 
 class Counter:
-    """State of the program's own."""
+    """A counter of steps, as an example of a program's own state."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -74,7 +74,7 @@ class Counter:
 
 
 def make_train(folder: Path, options: dict[str, Any], kills: Kills) -> Any:
-    """Return the training function."""
+    """Return the training function that `hs.elastic.run` calls."""
     epochs, pause = options.get("epochs", 2), options.get("pause", 0.0)
 
     def train(strategy: Any, memory: Any) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def _note(path: Path, text: str) -> None:
 
 
 def main() -> None:
-    """Run, and let the first active rank write the result."""
+    """Run the training, and write the result on the first active rank."""
     folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
     (folder / f"{rank}.process").write_text(str(os.getpid()))

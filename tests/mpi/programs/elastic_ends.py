@@ -1,4 +1,4 @@
-"""Leave `hs.elastic.run` in some way, with a spare rank: ``elastic_ends.py WAY``."""
+"""Leave `hs.elastic.run` in one of several ways: ``elastic_ends.py WAY``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import hpcstrat as hs
 
 
 class CommonError(Exception):
-    """Of all active ranks."""
+    """An error that all active ranks raise together."""
 
 
 def _leave(way: str, rank: int) -> None:
@@ -57,7 +57,7 @@ def _swallowing(train: Callable[..., str]) -> Callable[..., str]:
 
 
 def main() -> None:
-    """Leave."""
+    """Run a training function that ends in the way of the first argument."""
     way = sys.argv[1]
     atexit.register(print, "an exit function ran", flush=True)
     train = _make_train(way)

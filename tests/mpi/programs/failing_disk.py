@@ -1,9 +1,10 @@
-"""Let calls fail on one rank: ``failing_disk.py FOLDER LIBRARY HOW``.
+"""Make file calls of one rank fail: ``failing_disk.py FOLDER LIBRARY HOW``.
 
-The library, of ``tests/faults/failing.c``, is also in ``LD_PRELOAD``. ``HOW`` is
-``wait`` or ``go`` (saves in the background), ``restore``, or ``limit`` (on the size of
-files). Each kind of call fails the first time, the second time, and so on, until there
-are no more such calls. What is wrong is printed, and how many failures there were.
+LIBRARY is the library of ``tests/faults/failing.c``, which is also in ``LD_PRELOAD``.
+``HOW`` is ``wait``, ``go`` (saves in the background), ``restore``, or ``limit`` (a
+limit on the size of files). For each kind of call, the first call fails, then in
+another run the second, and so on, until there are no more calls of this kind. The
+program prints the problems it found and the number of failures.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hpcstrat.checkpoint.file.reader import open_checkpoint
 from hpcstrat.errors import CheckpointError
 from tests.folders import listed
 
-# Each replica of two has some blocks.
+# Large enough that each of the two replicas writes some blocks.
 _COUNT = 400_000
 _LATER = "ckpt-0000000002.h5"
 # The call, its error, and whether all later calls fail, too.
@@ -45,7 +46,7 @@ _SAVING = (
 
 
 class Case:
-    """A job in whose folder the checkpoint of step 1 is."""
+    """A job with the checkpoint of step 1 in its folder."""
 
     def __init__(self, folder: Path, library: str) -> None:
         self.folder, self.library = folder, ctypes.CDLL(library)
@@ -67,7 +68,7 @@ class Case:
     def failing(
         self, rank: int, call: str, code: int, after: int, lasting: bool
     ) -> Iterator[list[int]]:
-        """Let calls fail on one rank; yields where their number will be."""
+        """Make calls fail on one rank; yield a list that gets the number of calls."""
         found: list[int] = []
         folder = os.fsencode(self.folder)
         if self.comm.rank == rank:
@@ -81,7 +82,7 @@ class Case:
             found.append(self.comm.bcast(self.library.failing_calls(), rank))
 
     def said(self, action: Callable[[], Any]) -> str:
-        """Return what an action raises; empty if nothing, the same on all ranks."""
+        """Return the error text of an action, or "" if it succeeds; collective."""
         text = ""
         try:
             action()
@@ -92,12 +93,12 @@ class Case:
         return texts[0]
 
     def expect(self, met: bool, problem: str) -> None:
-        """Take note of a problem of this rank."""
+        """Record a problem of this rank if the expectation is not met."""
         if not met:
             self.problems.append(f"{self.title} on rank {self.comm.rank}: {problem}")
 
     def check_folder(self, step: int) -> None:
-        """Expect the checkpoints up to a step, and nothing else, and restore."""
+        """Expect no files but the checkpoints up to a step, and restore the newest."""
         self.comm.Barrier()
         names = [f"ckpt-{number:010d}.h5" for number in range(1, step + 1)]
         there = sorted(listed(self.folder))
@@ -113,11 +114,11 @@ class Case:
         self.comm.Barrier()
 
     def save(self, asynchronous: bool) -> None:
-        """Save step 2, and wait."""
+        """Save step 2, and wait until the save has ended."""
         self.x.assign(np.full(_COUNT, 2.0))
         self.manager.save(2, asynchronous=asynchronous)
         if asynchronous:
-            # What is saved may change meanwhile.
+            # The variable may change during the save without an effect on the file.
             self.x.component[...] = 7
         self.manager.wait()
 
@@ -131,7 +132,8 @@ class Case:
             text = self.said(lambda: self.save(asynchronous))
         failed = calls[0] > after
         self.failures += failed
-        # A part that is on the disk is as good if nobody was told in the background.
+        # A background save may succeed although a later write of rank 1 failed, because
+        # its data were already on the disk. Such a failure need not be reported.
         data = len(self.blocks[rank]) if call == "pwrite" else 1
         counts = rank == 0 or not asynchronous or after < data
         self.expect(failed or not text, f"nothing failed, but: {text}")
@@ -140,7 +142,7 @@ class Case:
             known = rank == 0 or f"on replica {rank}" in text
             self.expect(known, f"the rank is not named: {text!r}")
         if failed and call == "fsync" and not lasting and counts:
-            # In the background, what went wrong is written and flushed itself.
+            # In the background, rank 1 also writes and flushes its verdict.
             most = after + 1 + (asynchronous and rank > 0)
             self.expect(calls[0] <= most, "fsync was tried again")
         self.check_folder(1 if text else 2)
@@ -165,7 +167,7 @@ class Case:
         return failed
 
     def limit(self, rank: int, asynchronous: bool) -> None:
-        """Save while files of one rank may not grow as large as a checkpoint."""
+        """Save while one rank may not write files as large as a checkpoint."""
         self.title = f"limit on rank {rank}, asynchronous: {asynchronous}"
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         if self.comm.rank == rank:
@@ -180,7 +182,7 @@ class Case:
 
 
 def main() -> None:
-    """Let everything fail once."""
+    """Run the case that HOW names, with each call failing once."""
     folder, library, how = sys.argv[1:]
     case = Case(Path(folder), library)
     if how == "restore":

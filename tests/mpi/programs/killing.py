@@ -1,4 +1,4 @@
-"""Run ``elastic.py``, kill a rank of it at some moment, and check what comes out."""
+"""Run ``elastic.py``, kill one of its ranks at some moment, and check its result."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ from tests.mpi.programs.started import PROGRAMS, environment
 BATCH = 12
 _PAUSE_SECONDS = 0.01
 _EPOCHS = 5
-# From the beginning of the first training to about its end.
+# Seconds from the start of the first training to about its end.
 _SPAN_SECONDS = 0.7
 
 
 @dataclass
 class Trial:
-    """How a job went: ``seconds`` from the kill to the next step, where there was one.
+    """The outcome of a job; ``seconds`` is the time from the kill to the next step.
 
-    ``problem`` is empty where all is right.
+    ``problem`` is empty if the job was right, and ``seconds`` is None if no step came
+    after the kill.
     """
 
     title: str
@@ -46,7 +47,7 @@ class Trial:
     marked: bool = False
 
     def __str__(self) -> str:
-        """Show everything."""
+        """Return the whole outcome as text."""
         return (
             f"*** {self.title}: {self.problem}\nrc {self.returncode}, results "
             f"{self.results}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
@@ -56,7 +57,7 @@ class Trial:
 def program(
     folder: Path, options: dict[str, Any], name: str = "elastic.py"
 ) -> list[str]:
-    """Return the words that start the program."""
+    """Return the command line of the program."""
     path = str(PROGRAMS / name)
     return [sys.executable, path, str(folder), json.dumps(options)]
 
@@ -70,7 +71,7 @@ def attempt(
     disturb: Callable[[Path], float | None] | None = None,
     **env: str,
 ) -> Trial:
-    """Run the program once; ``disturb`` gets its folder, and returns when it killed."""
+    """Run the program once; ``disturb(folder)`` kills a rank and returns the time."""
     trial = Trial(f"{' '.join(launch[-2:])} {json.dumps(options)}")
     with tempfile.TemporaryDirectory(prefix="hpcstrat-") as place:
         folder = Path(place)
@@ -100,7 +101,8 @@ def attempt(
     return trial
 
 
-# What is the same, to the last bit, where logical replicas were lost and dealt anew.
+# Entries that stay equal to the last bit when logical replicas of a lost rank move to
+# other ranks.
 _TRACELESS = ("bits", "draws", "seen", "first", "mean", "replicas")
 
 
@@ -111,7 +113,7 @@ def judge(
     exact: bool = False,
     traceless: bool = False,
 ) -> Trial:
-    """Say what is wrong with a trial that should have come to the end."""
+    """Record the problems of a trial that should have run to its end."""
     found = [trial.problem] if trial.problem else []
     if trial.returncode:
         found.append(f"returncode {trial.returncode}")
@@ -134,7 +136,7 @@ def judge(
 
 
 def undisturbed(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the result of one process."""
+    """Return the result of the same training in one process."""
     alone = {k: v for k, v in options.items() if k not in ("kills", "run", "pause")}
     logical = options.get("run", {}).get("logical_replicas")
     if logical is not None:
@@ -145,14 +147,14 @@ def undisturbed(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def kill_at_random(chance: random.Random, n: int) -> Callable[[Path], float | None]:
-    """Return what kills one of n ranks at a random moment of the training."""
+    """Return a function that kills one of n ranks at a random time in the training."""
     rank, delay = chance.randrange(n), chance.uniform(0, _SPAN_SECONDS)
 
     return partial(kill_rank, rank=rank, delay=delay)
 
 
 def kill_rank(folder: Path, rank: int, delay: float) -> float | None:
-    """Kill a rank some seconds after the start, and return when."""
+    """Kill a rank some seconds after the training starts, and return the time."""
     if not wait_until((folder / "started").exists, 60):
         return None
     time.sleep(delay)
@@ -172,7 +174,7 @@ def campaign(
     sizes: Sequence[int] = (3, 4),
     logical: int | None = None,
 ) -> list[Trial]:
-    """Kill one rank of each of many jobs at random; the trials are judged."""
+    """Run many jobs, kill one rank of each at random, and return the judged trials."""
     chance = random.Random(seed)
     base: dict[str, Any] = {"epochs": _EPOCHS, "pause": _PAUSE_SECONDS}
     if logical is not None:
@@ -196,7 +198,7 @@ def campaign(
 
 
 def figures(trials: Sequence[Trial]) -> str:
-    """Return how many were right, and how soon they went on."""
+    """Return how many trials were right, and how soon they continued after the kill."""
     right = sum(not trial.problem for trial in trials)
     seconds = sorted(t.seconds for t in trials if t.seconds is not None)
     text = f"{right} of {len(trials)} right; {len(seconds)} went on after the kill"
@@ -207,7 +209,7 @@ def figures(trials: Sequence[Trial]) -> str:
 
 
 def local(n: int) -> list[str]:
-    """Return the words that start n ranks of this machine."""
+    """Return the launch command for n ranks on this machine."""
     return launch_command(n, fault_tolerant=True)
 
 

@@ -1,8 +1,9 @@
-"""One rank comes late to every call: ``late.py END FOLDER``.
+"""Make every call late on one rank: ``late.py END FOLDER``.
 
-Replica 0 writes ``FOLDER/pids`` with the numbers of all processes once the others have
-waited. What happens then is END: ``return``, or on the last rank ``wait`` until
-FOLDER/go is there, ``error``, or ``kill``. One argument more makes each rank a worker.
+Replica 0 writes ``FOLDER/pids`` with all process numbers after the other ranks have
+waited in calls. END says how the program ends: ``return``, or on the last rank ``wait``
+(until FOLDER/go exists), ``error``, or ``kill``. With one more argument, each rank is a
+worker.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _PAUSE_SECONDS = 0.05
 
 
 def main() -> None:
-    """Run."""
+    """Make the late calls, and end in the given way."""
     end, folder = sys.argv[1], Path(sys.argv[2])
     each = 1 if len(sys.argv) > 3 else None
     strategy = hs.MultiWorkerMirroredStrategy(replicas_per_worker=each)
@@ -41,7 +42,7 @@ def main() -> None:
         while not (folder / "go").exists():
             time.sleep(_PAUSE_SECONDS)
     if end in ("kill", "error"):
-        # What was recorded has been written meanwhile, as after each second.
+        # Wait until the recorded events are written, which happens once per second.
         time.sleep(2.5)
     if is_late and end == "kill":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""One rank leaves in some way while the others wait: ``leave.py WAY WAIT RANK``.
+"""Let one rank leave while the other ranks wait: ``leave.py WAY WAIT RANK``.
 
-Prints ``hook ...`` for each uncaught exception that reaches the program's own hook, set
-before the strategy.
+The program sets its own exception hook before it makes the strategy. The hook prints
+``hook ...`` for each uncaught exception that reaches it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 
 import hpcstrat as hs
 
-# How long the others have to begin to wait.
+# Time that the other ranks have to begin their wait.
 _HEAD_START_SECONDS = 0.2
 
-# The strategies, the last one being that in which the others wait.
+# The open strategies; the other ranks wait in a call of the last one.
 _open: list[Any] = []
 
 
@@ -113,7 +113,7 @@ WAYS: dict[str, Callable[[], Any]] = {
 
 
 def _wait(place: str) -> None:
-    """Wait for the rank that leaves."""
+    """Wait in the given place for the rank that leaves."""
     strategy = _open[-1]
     if place == "run":
         context = hs.get_replica_context
@@ -132,7 +132,7 @@ def _wait(place: str) -> None:
 
 
 def main() -> None:
-    """Start, then leave or wait."""
+    """Make the strategy, then leave on one rank and wait on the others."""
     way, place, cause = sys.argv[1], sys.argv[2], int(sys.argv[3])
     options = sys.argv[4:]
     sys.excepthook = _own_hook
@@ -144,7 +144,7 @@ def main() -> None:
     if "second" in options:
         _open.append(hs.MultiWorkerMirroredStrategy(replicas_per_worker=1))
     if "part" in options:
-        # The last rank has no part in the second strategy.
+        # The last rank is not part of the second strategy.
         part = comm.Split(int(rank == comm.size - 1), rank)
         second = hs.MultiWorkerMirroredStrategy(comm=part)
         if rank == comm.size - 1:

@@ -1,8 +1,8 @@
 """Handle the loss of the last rank without `hs.elastic`: ``lost_rank.py WAY WORKER``.
 
-WAY is what the survivors do with the error: ``go_on``, ``leave`` or ``nothing``; or
-``piece``: the rank is lost in the midst of a sum, and they go on. WORKER is the number
-of replicas of a worker, or 0.
+WAY is the reaction of the survivors to the error: ``go_on``, ``leave`` or ``nothing``.
+With ``piece``, the rank is lost in the midst of a sum, and the survivors continue.
+WORKER is the number of replicas of a worker, or 0.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tests.mpi.programs.midst import large, lay_trap
 
 
 def say_how_mpi_ended() -> None:
-    """Tell whether MPI_Finalize was called, after what hpcstrat does at the end."""
+    """Print whether MPI_Finalize was called, after the exit functions of hpcstrat."""
     from mpi4py import MPI
 
     print("finalized" if MPI.Is_finalized() else "left", flush=True)
 
 
 def loop(strategy: hs.Strategy, seconds: float) -> None:
-    """Reduce large and small arrays."""
+    """Reduce large and small arrays again and again for some seconds."""
     size = strategy.num_replicas_in_sync
     end = time.monotonic() + seconds
     running = 1.0
@@ -35,7 +35,7 @@ def loop(strategy: hs.Strategy, seconds: float) -> None:
         for length in (1, 300_000):
             total = strategy.reduce("sum", np.ones(length), axis=None)
             assert (total == size).all()
-        # One rank's clock decides for all.
+        # The clock of rank 0 decides for all ranks when the loop ends.
         running = float(time.monotonic() < end) if strategy.replica_id == 0 else 0.0
         running = strategy.reduce("sum", running, axis=None)
 
@@ -45,7 +45,7 @@ def _die() -> None:
 
 
 def main() -> None:
-    """Lose a rank."""
+    """Kill the last rank, and react on the other ranks."""
     way, each = sys.argv[1], int(sys.argv[2]) or None
     atexit.register(say_how_mpi_ended)
     strategy = hs.MultiWorkerMirroredStrategy(

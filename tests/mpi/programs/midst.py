@@ -1,4 +1,4 @@
-"""A rank that dies, stops or fails amid a large reduction between workers."""
+"""Traps that stop or kill a rank in the midst of a large reduction between workers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from hpcstrat.engine.channel.interruptible import InterruptibleComm
 
 __all__ = ["large", "lay_trap"]
 
-# Exchanges of parts: of 40 MiB there are more, and several are under way at once.
+# Number of the exchange at which the trap acts. A sum of 40 MiB has more exchanges, and
+# several of them run at once.
 _MIDDLE = 20
 
 
 def large() -> Any:
-    """Return an array whose sum takes many pieces: of 40 MiB."""
+    """Return an array of 40 MiB, which is summed in many pieces."""
     return np.ones(10 << 20, np.float32)
 
 
 def lay_trap(act: Callable[[], None]) -> None:
-    """Let this rank act once parts of a sum have come, and others are on their way."""
+    """Call ``act`` on this rank when it has received some parts of a sum."""
     start, number = InterruptibleComm.start, itertools.count(1)
 
     def start_and_act(*args: Any) -> Any:

@@ -1,13 +1,14 @@
 """Faults planted at every event inside of every collective call, on one rank.
 
-``planted.py [--calls NAME,...] [--every N] [--first K] [--kinds KIND,...]`` goes
-through the calls of `CALLS`. A dry run lists the events of a call on one rank: each
-function that is entered and each line that is begun inside of hpcstrat, and each array
-that NumPy makes for it. Then, one after the other, the call is made with an error
-raised at one event; ranks go on by themselves, as a program does that catches
-everything, and make the call twice more. All ranks must raise, or none; or all in the
-very next call; what any call returns must be right; and nothing may take longer than a
-limit. Ends with the numbers of each outcome as a line of JSON on rank 0.
+``planted.py [--calls NAME,...] [--every N] [--first K] [--kinds KIND,...]`` tests the
+calls of `CALLS`. A dry run lists the events of a call on one rank: each function that
+is entered and each line that begins inside of hpcstrat, and each array that NumPy makes
+for hpcstrat. Then each trial makes the call with an error raised at one event. Each
+rank continues by itself, like a program that catches all errors, and makes the call
+twice more. Either all ranks must raise an error, or no rank; or all ranks raise one in
+the very next call. Each value that a call returns must be right, and no trial may
+exceed a time limit. At the end, rank 0 prints the number of each outcome as a line of
+JSON.
 """
 
 from __future__ import annotations
@@ -38,31 +39,31 @@ from hpcstrat.layers import (
 from hpcstrat.safety import exits
 
 _PACKAGE = os.path.dirname(os.path.abspath(hs.__file__)) + os.sep
-# Functions that begin and end calls. An error in one of their own lines would be one of
-# a call that was never made, or has ended.
+# Functions that begin and end calls. An error in one of their own lines belongs to a
+# call that was never made, or that has already ended.
 _EDGES = {
     (os.path.join(_PACKAGE, "engine", "channel", "entries.py"), "entry"),
     (os.path.join(_PACKAGE, "engine", "channel", "failures.py"), "leave"),
 }
 _LIMIT_SECONDS = 20
 _LATE_SECONDS = 0.004
-# A line of a loop that waits is begun any number of times.
+# A loop that waits begins its lines any number of times, so only the first two count.
 _MOST_OCCURRENCES = 2
 _MAKERS = ("array", "asarray", "empty", "empty_like", "zeros", "zeros_like")
 _MAKERS += ("concatenate", "frombuffer", "ascontiguousarray", "cumsum")
 KINDS = {"memory": MemoryError, "interrupt": KeyboardInterrupt}
 
-# File, line and how often it has been there; 0 as the line for arrays.
+# File, line and number of occurrences so far. The line is 0 for arrays.
 Event = tuple[str, int, int]
 
 
 def _in_call() -> bool:
-    """Whether this rank is in a call between the ranks of any open strategy."""
+    """Return whether this rank is in a collective call of any open strategy."""
     return any(channel.state.thread for channel in exits._channels)
 
 
 class Tracer:
-    """Notes the events of what it surrounds, and raises an error at one of them."""
+    """A context that records events, and raises an error at one of them."""
 
     def __init__(self, at: Event | None = None, error: type | None = None) -> None:
         self.events: dict[Event, None] = {}
@@ -123,7 +124,7 @@ class Case:
         self.make()
 
     def make(self) -> None:
-        """Prepare; without faults."""
+        """Prepare the call, without faults."""
 
     def own(self, step: int, rank: int | None = None) -> float:
         return float(1 + (self.rank if rank is None else rank) + 10 * step)
@@ -135,7 +136,7 @@ class Case:
         raise NotImplementedError
 
     def right(self, step: int) -> Any:
-        """Return what `call` has to return; None where there is nothing to compare."""
+        """Return the expected result of `call`, or None if it is not compared."""
         return None
 
     def run(self, function: Callable[[Any], Any]) -> Any:
@@ -144,7 +145,7 @@ class Case:
         return strategy.local_value(outcome)
 
     def end(self) -> None:
-        """Clean up; without faults."""
+        """Clean up after the last call, without faults."""
 
 
 def replica(name: str, call: Any, right: Any, make: Any = None, **options: Any) -> Any:
@@ -246,7 +247,7 @@ def _scattered(self: Any, context: Any, step: int) -> Any:
 
 
 def _read(self: Any, step: int) -> Any:
-    # Each replica's own, without a fault's help.
+    # Write a different component on each replica directly, where no fault is planted.
     self.variable._component[...] = self.own(step)
     return self.variable.numpy()
 
@@ -278,7 +279,7 @@ def _make_groups(self: Any) -> None:
 
 
 def _averaged(self: Any, step: int) -> Any:
-    # What the groups agreed on last, and this one's change.
+    # Write the value that the groups agreed on last, changed by this group.
     before = self.groups.checkpoint_variables()["value/weights"].numpy()
     self.weights.component[...] = before - self.own(step)
     self.groups.step()
@@ -318,7 +319,7 @@ def _make_layer(self: Any) -> None:
 
 
 def _normalized(self: Any, context: Any, step: int) -> Any:
-    # Half of the values lie below the mean, half above.
+    # Half of the values lie below the mean, half of them above it.
     x = np.repeat(np.array([[-1.0], [1.0]]), 3, axis=1)
     y = self.layer.forward(x, training=True)
     dx, _, dbeta = self.layer.backward(np.full((2, 3), self.own(step)))
@@ -450,7 +451,7 @@ CALLS: dict[str, type[Case]] = {
         full(4),
         cross_device_ops=_Hooked(),
     ),
-    # Between workers with --layout 1.
+    # With ``--layout 1`` these calls work between workers.
     "reduce_hierarchical": cross(
         "hierarchical",
         lambda self, step: self.strategy.reduce("sum", array_of(30_000)(self, step)),
@@ -545,7 +546,7 @@ def equal(found: Any, right: Any) -> bool:
 
 
 class Sweep:
-    """All events of some calls, on one rank."""
+    """Trials for all events of some calls, with the faults on one rank."""
 
     def __init__(self, options: Any) -> None:
         from mpi4py import MPI
@@ -558,26 +559,27 @@ class Sweep:
         self.wrong: list[str] = []
 
     def fresh(self, kind: type[Case]) -> Case:
-        """Return a working case; one that broke is left behind."""
+        """Return a working case; make a new one if the last one broke."""
         if self.case is None:
             strategy = hs.MultiWorkerMirroredStrategy(
                 comm=self.comm, **self.options.layout, **kind.options
             )
             self.case = kind(strategy)
-            # What is worked out at the first call is no part of the others.
+            # Make one call first, so that work of the first call is not part of the
+            # trials.
             if not self.options.cold:
                 self.attempt(self.case)
         return self.case
 
     def leave(self, together: bool) -> None:
-        """Let go of the case."""
+        """Close or abandon the current case."""
         if self.case is not None:
             self.case.end()
             self.case.strategy.close() if together else self.case.strategy.abandon()
         self.case = None
 
     def attempt(self, case: Case, tracer: Tracer | None = None) -> tuple[bool, str]:
-        """Make the call; return whether it raised, and what is wrong."""
+        """Make the call; return whether it raised, and the error or problem."""
         self.step += 1
         try:
             with tracer or contextlib.nullcontext():
@@ -593,7 +595,7 @@ class Sweep:
         time.sleep(_LATE_SECONDS if waits else 0)
 
     def events(self, kind: type[Case], where: int) -> list[tuple[bool, Event]]:
-        """List the events of a call: of a rank that is late, and of one that waits."""
+        """List the events of a call on a late rank, and on a rank that waits."""
         found: dict[tuple[bool, Event], None] = {}
         for waits in (False, True):
             case, tracer = self.fresh(kind), Tracer()
@@ -608,7 +610,7 @@ class Sweep:
         return every
 
     def trial(self, kind: type[Case], where: int, planned: Any, error: str) -> str:
-        """Plant one fault; return the outcome."""
+        """Plant one fault, and return the outcome of the trial."""
         waits, event = planned
         case = self.fresh(kind)
         tracer = Tracer(event, KINDS[error]) if self.rank == where else None
@@ -620,7 +622,7 @@ class Sweep:
         begun = self.step
         told = [self.attempt(case, tracer)]
         told += [self.attempt(case) for _ in range(2)]
-        # Sums of half types stay exact.
+        # Keep the step small, so that sums of half-precision types stay exact.
         self.step = (begun + 3) % 48
         every = self.comm.allgather((told, tracer is not None and tracer.raised))
         faulthandler.cancel_dump_traceback_later()
@@ -638,7 +640,7 @@ class Sweep:
 
     @staticmethod
     def judge(every: list[list[tuple[bool, str]]]) -> tuple[str, str]:
-        """Return the outcome of a trial, and what is wrong with it."""
+        """Return the outcome of a trial, and its problem as text."""
         calls = list(zip(*every, strict=True))
         raised = [[r for r, _ in call] for call in calls]
         for number, call in enumerate(calls):

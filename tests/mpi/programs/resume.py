@@ -1,9 +1,9 @@
-"""Train, go on from the newest checkpoint, or be killed: ``resume.py FOLDER HOW``.
+"""Train, resume from the newest checkpoint, or be killed: ``resume.py FOLDER HOW``.
 
-``HOW`` is ``plain`` (all steps, no checkpoints), ``wait`` (go on, save a step, and be
-killed), ``go`` (the same with a save in the background, while training goes on) or
-``end`` (go on to the end). Each rank writes into ``FOLDER/HOW-<rank>`` where it began,
-and in the end everything that must come out the same, bit for bit.
+``HOW`` is ``plain`` (all steps, no checkpoints), ``wait`` (resume, save a step, and be
+killed), ``go`` (the same with a save in the background during the training) or ``end``
+(resume and train to the end). Each rank writes into ``FOLDER/HOW-<rank>`` the step at
+which it began, and at the end all state that must be equal, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import numpy as np
 
 import hpcstrat as hs
 
-# Steps at whose end there is a checkpoint: in the middle of the first, and of the
-# second epoch of six batches, of which the last one is smaller.
+# Steps that end with a checkpoint: one in the middle of the first epoch, one in the
+# middle of the second. An epoch has six batches, and the last batch is smaller.
 SAVED = {"wait": 4, "go": 9}
 STEPS, ROWS, BATCH, WIDTH = 15, 23, 4, 3
 
 
 class Counter:
-    """State of the program's own."""
+    """A list of the rows seen, as an example of a program's own state."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -40,7 +40,7 @@ class Counter:
 
 
 class Training:
-    """A model, whose gradients depend on everything that is saved."""
+    """A model whose gradients depend on everything that a checkpoint saves."""
 
     def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
@@ -71,17 +71,17 @@ class Training:
         }
 
     def batches(self) -> Iterator[Any]:
-        """Yield batches of one epoch after the other."""
+        """Yield the batches of one epoch after the other, without end."""
         while True:
             yield from self.data
 
     def step(self, batch: Any) -> None:
-        """Do a step on this replica."""
+        """Make a training step on this replica."""
         rows = batch["x"] * self.w.value() + self.noise.generator.random(WIDTH)
         shared = self.noise.shared.random()
         own = self.own.value() + rows.sum() + shared
         self.own.assign(own)
-        # The row of this replica alone has a part in it.
+        # Let the gradient depend on a variable that differs between replicas.
         gradient = rows.sum(axis=0) + own[0] * 1e-3
         self.optimizer.apply_gradients([(gradient, self.w)])
         half = np.full(2, rows.sum() / 64, np.float16)
@@ -89,7 +89,7 @@ class Training:
         self.seen.assign_add(len(batch["id"]))
 
     def train(self, batches: Iterator[Any]) -> None:
-        """Do a step on all replicas."""
+        """Make a training step on all replicas."""
         batch = next(batches)
         self.strategy.run(self.step, args=(batch,))
         ids = self.strategy.gather(batch["id"], axis=0)
@@ -112,7 +112,7 @@ class Training:
 
 
 def main() -> None:
-    """Train, from where the checkpoint is on."""
+    """Train from the step of the newest checkpoint."""
     folder, how = Path(sys.argv[1]), sys.argv[2]
     strategy = hs.MultiWorkerMirroredStrategy()
     training = Training(strategy)
@@ -126,7 +126,7 @@ def main() -> None:
         if number == SAVED.get(how):
             manager.save(number, asynchronous=how == "go")
         if number == SAVED.get(how, STEPS) + 2:
-            # The save is acknowledged; what was done since is lost.
+            # The save is acknowledged; the steps since the save are lost.
             manager.wait()
             strategy.barrier()
             os.kill(os.getpid(), signal.SIGKILL)

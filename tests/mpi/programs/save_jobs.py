@@ -1,4 +1,4 @@
-"""Starting jobs that save, disturbing them, and looking at what is in their folder."""
+"""Helpers that start saving jobs, disturb them, and check the files in their folder."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ from tests.mpi.programs.started import PROGRAMS, environment, processes_with
 _MARK = "HPCSTRAT_TEST_FAULTS"
 LIMIT_SECONDS = 60.0
 _NAP_SECONDS = 0.001
-# Whom to kill, and how often.
+# Which processes to kill, with the weight of each choice.
 _WHOM = {"one": 5, "all": 3, "launcher": 2}
-# When: at most so long after the start, the first save, or the start of another one.
+# When to kill: the longest delay in seconds after the job starts, after the first save,
+# or after a later save starts.
 _MOMENTS = {"started": 0.1, "saved": 0.1, "saving": 0.02}
 _WEIGHTS = (1, 2, 4)
 
 
 @dataclass
 class Running:
-    """A job that runs, and what marks its processes."""
+    """A running job, with the mark in the environment of its processes."""
 
     job: Job
     mark: str
-    # What was left of it when it did not end.
+    # Processes of the job that still ran after its time limit.
     left: list[str] = field(default_factory=list)
 
     def kill_launcher(self) -> None:
-        """End the launcher alone; its ranks may live on."""
+        """Kill only the launcher; the ranks may live on."""
         self.job._process.kill()
 
     def ends(self, seconds: float) -> bool:
-        """Whether the job ends in time; where not, it shows its stacks."""
+        """Return whether the job ends in time; if not, make it write its stacks."""
         if self.job.wait(seconds) is not None:
             return True
         self.left = [f"{one} {_state(one)}" for one in processes_with(self.mark)]
@@ -53,11 +54,11 @@ class Running:
         return False
 
     def ranks_are_gone(self) -> bool:
-        """Whether no process of the job is left."""
+        """Return whether no process of the job is left."""
         return not processes_with(self.mark)
 
     def __repr__(self) -> str:
-        """Show what it has said, and what was left of it."""
+        """Return the job's output, stacks and leftover processes as text."""
         stacks = "\n".join(self.job.stacks().values())
         left = "\n".join(self.left)
         return (
@@ -67,7 +68,7 @@ class Running:
 
 
 def _state(process: str) -> str:
-    """Return whether a process, from `processes_with`, sleeps, and where."""
+    """Return the state of a process, with the kernel function it sleeps in."""
     place = Path("/proc") / process.partition(":")[0]
     try:
         state = (place / "status").read_text().split("\n")[2]
@@ -85,7 +86,7 @@ def running(
     launch: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> Iterator[Running]:
-    """Run a program of this folder; what is left of it at the end is ended."""
+    """Run a program of this folder; at the end, kill the processes that are left."""
     mark = secrets.token_hex(8)
     output = folder / f"output-{mark}"
     for path in (folder / "pids", output):
@@ -100,7 +101,7 @@ def running(
 
 
 def acknowledged(folder: Path, name: str = "acknowledged") -> list[int]:
-    """Return the steps whose saves had returned."""
+    """Return the steps whose saves had returned, from a file of the job."""
     try:
         return list(map(int, (folder / name).read_text().split()))
     except FileNotFoundError:
@@ -108,13 +109,13 @@ def acknowledged(folder: Path, name: str = "acknowledged") -> list[int]:
 
 
 def torn(folder: Path) -> list[str]:
-    """Return the files that were being written when their job was killed."""
-    # None where the job was killed before it made its folder of checkpoints.
+    """Return the temporary files of saves that a kill interrupted."""
+    # The folder of checkpoints does not exist if the job was killed early.
     return [path.name for path in (folder / "checkpoints").glob(".ckpt-*")]
 
 
 def restored(folder: Path) -> tuple[int, str]:
-    """Restore in this process; return the step, and what is wrong."""
+    """Restore in this process; return the step, and the problems as text."""
     objects = save_loop.make_objects()
     manager = hs.CheckpointManager(folder / "checkpoints", **objects)
     left = torn(folder)
@@ -131,7 +132,7 @@ def restored(folder: Path) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Kill:
-    """Who is killed, and when: ``delay`` after a ``moment``."""
+    """A planned kill: the victims, and a ``delay`` after a ``moment``."""
 
     number: int
     n: int
@@ -143,7 +144,7 @@ class Kill:
 
     @classmethod
     def draw(cls, number: int, seed: int) -> Kill:
-        """Return a random one; every second save is synchronous."""
+        """Return a random kill; jobs with even numbers save synchronously."""
         draw = random.Random(f"{seed} {number}")
         n = draw.choice([1, 2, 2, 3])
         (whom,) = draw.choices([*_WHOM], [*_WHOM.values()])
@@ -158,7 +159,7 @@ class Kill:
 
 @dataclass
 class Tally:
-    """What came of kills."""
+    """Counts of kills and their effects."""
 
     kills: int = 0
     torn: int = 0
@@ -166,12 +167,12 @@ class Tally:
     outlived: int = 0
 
     def add(self, other: Tally) -> None:
-        """Add up."""
+        """Add the counts of another tally."""
         for name, count in vars(other).items():
             setattr(self, name, getattr(self, name) + count)
 
     def __str__(self) -> str:
-        """Show them."""
+        """Return the counts as text."""
         return (
             f"{self.kills} kills, {self.saves} saves acknowledged, {self.torn} files "
             f"torn, {self.outlived} jobs whose ranks outlived the launcher"
@@ -179,7 +180,7 @@ class Tally:
 
 
 def _when(folder: Path, kill: Kill, before: int, running: Running) -> bool:
-    """Wait for the moment; whether it has come."""
+    """Wait for the moment of the kill; return whether it came before the job ended."""
 
     def come() -> bool:
         if kill.moment == "started":
@@ -202,7 +203,7 @@ def _when(folder: Path, kill: Kill, before: int, running: Running) -> bool:
 
 
 def _strike(folder: Path, kill: Kill, running: Running, tally: Tally) -> str:
-    """Kill, and wait for the end; return what is wrong."""
+    """Kill the victims, and wait for the end of the job; return the problem as text."""
     if kill.whom == "launcher":
         running.kill_launcher()
         if not wait_until(running.ranks_are_gone, 1):
@@ -210,7 +211,7 @@ def _strike(folder: Path, kill: Kill, running: Running, tally: Tally) -> str:
             running.job.end()
         return ""
     for rank in kill.victims:
-        # The launcher ends the others as soon as it sees that one is dead.
+        # The launcher may already have killed this rank, because another one is dead.
         with contextlib.suppress(ProcessLookupError):
             os.kill(int((folder / "pids" / str(rank)).read_text()), signal.SIGKILL)
     code = running.job.wait(LIMIT_SECONDS)
@@ -223,7 +224,7 @@ def _strike(folder: Path, kill: Kill, running: Running, tally: Tally) -> str:
 
 
 def attempt(folder: Path, kill: Kill, tally: Tally) -> str:
-    """Start a job, kill while it saves; return what is wrong then."""
+    """Start a job, kill it while it saves; return the problems as text."""
     (folder / "started").unlink(missing_ok=True)
     before = max(acknowledged(folder), default=0)
     with running(folder, "save_loop.py", 100_000, kill.how, n=kill.n) as job:

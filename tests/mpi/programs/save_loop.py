@@ -1,10 +1,11 @@
-"""Save again and again: ``save_loop.py FOLDER STEPS HOW``, to be killed at any moment.
+"""Save again and again until killed: ``save_loop.py FOLDER STEPS HOW``.
 
-Each value follows from the step, so that any checkpoint can be checked bit for bit.
-Rank 0 writes the number of each step into ``FOLDER/acknowledged`` once it is told that
-it is saved, each rank its process number into ``FOLDER/pids``. ``FOLDER/started`` says
-that all have. A job that starts restores first, and checks what it got. ``HOW`` is
-``wait`` (for each save) or ``go`` (on meanwhile).
+Each value follows from the step, so that a test can check any checkpoint bit for bit.
+Rank 0 writes the number of each step into ``FOLDER/acknowledged`` when the save of this
+step is acknowledged. Each rank writes its process number into ``FOLDER/pids``, and
+``FOLDER/started`` exists when all ranks have done this. A job first restores, and
+checks the restored values. ``HOW`` is ``wait`` (for each save) or ``go`` (continue
+while the save runs).
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import numpy as np
 
 import hpcstrat as hs
 
-# Every rank has blocks to write.
+# Large enough that every rank writes some blocks.
 LARGE, SMALL = 500_000, 40
 
 
 def make_objects() -> dict[str, Any]:
-    """Return the variables that are saved, all zero."""
+    """Return the saved variables, with all values zero."""
     return {
         "large": hs.Variable(np.zeros(LARGE), name="large"),
         "small": [hs.Variable(np.zeros(7, np.float32)) for _ in range(SMALL)],
@@ -39,7 +40,7 @@ def large_value(step: int) -> Any:
 
 
 def problems(objects: dict[str, Any], step: int, seen: int) -> list[str]:
-    """Return what is wrong with restored objects."""
+    """Return the problems of restored objects."""
     found = []
     if objects["large"].numpy().tobytes() != large_value(step).tobytes():
         found.append(f"large is not that of step {step}")
@@ -52,7 +53,7 @@ def problems(objects: dict[str, Any], step: int, seen: int) -> list[str]:
 
 
 def assign(strategy: Any, objects: dict[str, Any], step: int) -> None:
-    """Give all variables the values of a step; collective."""
+    """Assign the values of a step to all variables; collective."""
     objects["large"].assign(large_value(step))
     for index, small in enumerate(objects["small"]):
         small.assign(np.full(7, step + index, np.float32))
@@ -61,7 +62,7 @@ def assign(strategy: Any, objects: dict[str, Any], step: int) -> None:
 
 
 def main() -> None:
-    """Restore, check, and save until the end comes."""
+    """Restore, check, and save steps until the limit or a kill."""
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
     goes_on = sys.argv[3] == "go"
     strategy = hs.MultiWorkerMirroredStrategy()
@@ -88,7 +89,7 @@ def main() -> None:
     for number in range(step + 1, step + 1 + steps):
         assign(strategy, objects, number)
         manager.save(number, asynchronous=goes_on)
-        # What was saved before is durable when the next save begins.
+        # With background saves, the previous save is durable when the next save begins.
         told = number - 1 if goes_on else number
         if strategy.replica_id == 0 and told > step:
             os.write(acknowledged, f"{told}\n".encode())

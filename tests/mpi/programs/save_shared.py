@@ -1,11 +1,12 @@
-"""Save in a folder where others save: ``save_shared.py FOLDER NUMBER HOW COUNT WHICH``.
+"""Save in a folder of several jobs: ``save_shared.py FOLDER NUMBER HOW COUNT WHICH``.
 
-The values follow from the step and from ``NUMBER``, the job's. ``HOW`` is ``wait`` (for
-each save) or ``go`` (on meanwhile). A job makes ``FOLDER/ready-NUMBER``, and begins
-once ``FOLDER/start-NUMBER`` is there. With ``WHICH`` = ``same`` it tries the steps from
-1 to ``COUNT``, with ``next`` the one that follows the newest, until ``COUNT`` saves
-were acknowledged. Rank 0 writes the steps into ``FOLDER/acknowledged-NUMBER``, and what
-was said of others into ``FOLDER/refused-NUMBER``.
+The values follow from the step and from ``NUMBER``, the number of the job. ``HOW`` is
+``wait`` (for each save) or ``go`` (continue while the save runs). A job makes
+``FOLDER/ready-NUMBER``, and begins when ``FOLDER/start-NUMBER`` exists. With ``WHICH``
+= ``same`` the job tries to save the steps from 1 to ``COUNT``; with ``next`` it saves
+the step after the newest, until ``COUNT`` saves were acknowledged. Rank 0 writes these
+steps into ``FOLDER/acknowledged-NUMBER``, and the errors of refused saves into
+``FOLDER/refused-NUMBER``.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from hpcstrat.checkpoint.file.schema import step_of
 from hpcstrat.errors import CheckpointError
 from hpcstrat.testing.job import wait_until
 
-# Every rank has blocks to write.
+# Large enough that every rank writes some blocks.
 LARGE = 300_000
 
 
 def make_objects() -> dict[str, Any]:
-    """Return the variables that are saved, all zero."""
+    """Return the saved variables, with all values zero."""
     return {"large": hs.Variable(np.zeros(LARGE)), "job": hs.Variable(0, dtype="int64")}
 
 
@@ -53,8 +54,8 @@ def _steps(strategy: Any, manager: Any, which: str, count: int) -> Iterator[int]
 
 
 def main() -> None:
-    """Save, and go on where a save is refused."""
-    # As on a file system without locks, where nobody is refused.
+    """Save all steps, and continue after each save that is refused."""
+    # Act like a file system without locks, where no job is refused by a lock.
     fcntl.lockf = _no_locks
     folder, job, how = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     count, which = int(sys.argv[4]), sys.argv[5]

@@ -1,9 +1,9 @@
-"""Save, and come to an end at one point of it: ``save_step.py FOLDER HOW END``.
+"""End a rank at one point of a save: ``save_step.py FOLDER HOW END``.
 
-Steps 1 and 2 are saved first, then step 3 by ``HOW``: ``wait`` (for it) or ``go`` (on
-meanwhile). ``END`` is ``kill`` or ``stop``: what a rank does to itself. The environment
-says where: ``SAVE_STEP_PLACE`` names one of `PLACES`, ``SAVE_STEP_RANK`` the rank. It
-makes ``FOLDER/reached`` when it is there.
+Steps 1 and 2 are saved first, then step 3 by ``HOW``: ``wait`` (for the save) or ``go``
+(continue while the save runs). ``END`` is the signal that the rank sends to itself:
+``kill`` or ``stop``. The environment names the point: ``SAVE_STEP_PLACE`` is one of
+`PLACES`, ``SAVE_STEP_RANK`` the rank. The rank makes ``FOLDER/reached`` at this point.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ OLD, NEW = 2, 3
 class Place:
     """A moment of a save.
 
-    ``when`` is ``before``, ``amid`` (half of the data is written) or ``after`` the call
-    of this kind (`save_trace.KINDS`) that comes after ``index`` others. ``ranks`` come
-    there, in saves of some ``hows``; ``steps`` may be the newest afterwards.
+    The moment is ``before``, ``amid`` (half of the data is written) or ``after`` a call
+    of this kind (`save_trace.KINDS`); ``index`` calls of this kind come before it. Only
+    these ``ranks`` reach the moment, in saves of these ``hows``; afterwards the newest
+    checkpoint is of one of these ``steps``.
     """
 
     when: str
@@ -43,7 +44,7 @@ class Place:
     steps: tuple[int, ...] = (OLD,)
 
     def __str__(self) -> str:
-        """Show it."""
+        """Return the moment as text."""
         return f"{self.when} {self.kind} {self.index}"
 
 
@@ -71,7 +72,8 @@ _PLACES = (
     _by_all("before", "flush block"),
     _by_all("after", "flush block"),
     _of_threads("before", "write verdict", OLD),
-    # Replica 0 may have time to finish, for which it needs nobody then.
+    # Replica 0 may have time to finish the save, because it no longer needs other
+    # ranks.
     _of_threads("amid", "write verdict", OLD),
     _of_threads("after", "write verdict", OLD, NEW),
     _of_threads("after", "flush verdict", OLD, NEW),
@@ -94,7 +96,7 @@ PLACES = {str(place): place for place in _PLACES}
 
 
 class _Seam:
-    """Sends a signal to this process at a place."""
+    """A hook around file calls that sends a signal to this process at one place."""
 
     def __init__(self, place: Place, reached: Path, number: int) -> None:
         self.place, self.reached, self.number = place, reached, number
@@ -108,7 +110,7 @@ class _Seam:
     def __call__(
         self, kind: str, act: Callable[[], Any], arguments: tuple[Any, ...]
     ) -> Any:
-        """Do what was to be called, or not quite."""
+        """Make the call, and end the process before, amid or after it at the place."""
         with self._lock:
             here = kind == self.place.kind and self._counts[kind] == self.place.index
             self._counts[kind] += 1
@@ -116,7 +118,7 @@ class _Seam:
             self._end()
         if here and self.place.when == "amid":
             file, data, offset = arguments
-            # Through the page cache, which takes any length.
+            # Write half of the data through the page cache, which allows any length.
             half = os.open(f"/proc/self/fd/{file}", os.O_WRONLY)
             os.lseek(half, offset, os.SEEK_SET)
             os.write(half, data[: data.nbytes // 2])
@@ -128,7 +130,7 @@ class _Seam:
 
 
 def main() -> None:
-    """Save steps 1 to 3; the third one with a seam."""
+    """Save steps 1 to 3; end at the given place of the third save."""
     where, how, end = sys.argv[1:]
     strategy = hs.MultiWorkerMirroredStrategy()
     with strategy.scope():
@@ -142,7 +144,7 @@ def main() -> None:
     place = PLACES[os.environ["SAVE_STEP_PLACE"]]
     seam = _Seam(place, Path(where) / "reached", ENDS[end])
     if strategy.replica_id != int(os.environ["SAVE_STEP_RANK"]):
-        # Of no kind: it comes nowhere.
+        # A place without a kind, which no call reaches.
         seam.place = Place("", "")
     strategy.barrier()
     with around_calls(checkpoints, seam):

@@ -1,4 +1,4 @@
-"""A trace of a save's system calls, and the part of the file that each is for."""
+"""A trace of a save's system calls, with the part of the file that each call writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-# Of the commit record, which is the end of the file: see docs/checkpoint-format.md.
+# Size of the commit record at the end of the file: see docs/checkpoint-format.md.
 _RECORD_BYTES = 4096
 _EXTENT = struct.Struct("<2Q")
 _EXTENT_OFFSET = 48
@@ -26,9 +26,10 @@ KINDS = (
 
 
 class Calls:
-    """Knows what a call is for.
+    """A classifier that returns the purpose of each system call.
 
-    ``folder`` is that of the checkpoints, which holds one of the same variables.
+    ``folder`` is the folder of the checkpoints, and contains a checkpoint of the same
+    variables.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,11 +39,11 @@ class Calls:
             file.seek(-_RECORD_BYTES, os.SEEK_END)
             extent = file.read(_RECORD_BYTES)[_EXTENT_OFFSET:]
         self.data_start, self.data_end = _EXTENT.unpack_from(extent)
-        # What was last written through a descriptor.
+        # The part that was last written through each file descriptor.
         self._written: dict[int, str] = {}
 
     def kind(self, name: str, *words: Any) -> str:
-        """Return one of `KINDS`, or an empty text for what is of no interest."""
+        """Return one of `KINDS`, or an empty text for a call that is of no interest."""
         first = words[0]
         opened = isinstance(first, int)
         path = os.readlink(f"/proc/self/fd/{first}") if opened else os.fspath(first)
@@ -83,7 +84,7 @@ class Calls:
 def around_calls(
     folder: Path, seam: Callable[[str, Callable[[], Any], tuple[Any, ...]], Any]
 ) -> Iterator[None]:
-    """Call ``seam(kind, call, arguments)`` instead of what a save calls."""
+    """Call ``seam(kind, call, arguments)`` instead of each system call of a save."""
     calls = Calls(folder)
 
     def replaced(name: str, real: Any, *words: Any, **options: Any) -> Any:

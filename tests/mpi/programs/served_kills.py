@@ -1,6 +1,6 @@
-"""Kill workers and servers of ``served_work.py`` at random, and check what comes out.
+"""Kill random workers and servers of ``served_work.py``, and check the result.
 
-``python -m tests.mpi.programs.served_kills COUNT SEED`` says how many were right.
+``python -m tests.mpi.programs.served_kills COUNT SEED`` prints how many were right.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 from tests.mpi.programs.killing import Trial, attempt, kill_rank, local
 
 _ROUNDS, _FUNCTIONS, _SECONDS = 3, 60, 0.004
-# From the first functions to about the end of the last.
+# Seconds from the first functions to about the end of the last functions.
 _SPAN_SECONDS = 0.6
 
 
 def judge(trial: Trial) -> Trial:
-    """Say what is wrong with a trial."""
+    """Record the problems of a trial."""
     found = [trial.problem] if trial.problem else []
     if trial.returncode:
         found.append(f"returncode {trial.returncode}")
@@ -48,7 +48,7 @@ def judge(trial: Trial) -> Trial:
 
 
 def killing(kills: list[tuple[int, float]]) -> Callable[[Path], float | None]:
-    """Return what kills ranks, each some seconds after the one before."""
+    """Return a function that kills ranks, each some seconds after the previous kill."""
 
     def disturb(folder: Path) -> float | None:
         moment = None
@@ -68,9 +68,9 @@ def one_trial(
     losses: int = 0,
     spares: int = 0,
 ) -> Trial:
-    """Run the program once; each kill is of a rank, after some seconds.
+    """Run the program once; each of ``kills`` is a rank and a delay in seconds.
 
-    The program does not end before it has noticed so many losses.
+    The program does not end before it has noticed ``losses`` losses.
     """
     options = {
         "servers": servers,
@@ -89,7 +89,7 @@ def one_trial(
 def campaign(
     count: int, seed: int, make_launch: Callable[[int], Sequence[str]] = local
 ) -> list[Trial]:
-    """Kill workers, servers or spare ranks of each of many jobs at random."""
+    """Run many jobs, and kill random workers, servers or spare ranks of each."""
     chance = random.Random(seed)
     trials = []
     for number in range(count):
@@ -105,7 +105,7 @@ def campaign(
 
 
 def _kills(chance: random.Random, servers: int, workers: int, spares: int) -> list[int]:
-    """Choose ranks; without spare ones, the last server and the last worker stay."""
+    """Choose ranks to kill; without spare ranks, keep one server and one worker."""
     kills = []
     if spares:
         others = range(1, 1 + servers + workers + spares)
@@ -119,7 +119,7 @@ def _kills(chance: random.Random, servers: int, workers: int, spares: int) -> li
 
 
 def figures(trials: list[Trial]) -> str:
-    """Return how many were right, and what they have seen."""
+    """Return how many trials were right, with their losses and repeated functions."""
     right = sum(not trial.problem for trial in trials)
     results = [result for trial in trials for result in trial.results]
     losses = sum(result["losses"] for result in results)

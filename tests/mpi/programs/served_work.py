@@ -1,11 +1,12 @@
-"""Count functions on servers, whoever is killed: ``served_work.py FOLDER OPTIONS``.
+"""Count functions on servers although ranks die: ``served_work.py FOLDER OPTIONS``.
 
-The options are in JSON. Each function adds one to an element of its own of ``done``:
-``counts`` says how often each has run. ``again`` are those that a lost worker had: they
-may count twice, all others count once. After each round is a checkpoint, from which the
-coordinator goes on when a server is lost. It does not end before spare ranks have the
-places of lost ones: ``vacant`` is how many have none. All ranks write their process
-numbers into FOLDER.
+The options are in JSON. Each function adds one to its own element of ``done``;
+``counts`` says how often each function has run. ``again`` lists the functions that a
+lost worker had: these may count twice, all other functions count once. Each round ends
+with a checkpoint, from which the coordinator continues when a server is lost. The
+program does not end before spare ranks have taken the places of lost ranks; ``vacant``
+is the number of places without a rank. All ranks write their process numbers into
+FOLDER.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LENGTH = 3000
 
 
 class Ledger:
-    """Which functions lost workers had."""
+    """A record of the functions that lost workers had."""
 
     def __init__(self, coordinator: Any) -> None:
         self.again: list[int] = []
@@ -38,7 +39,7 @@ class Ledger:
         coordinator._mailbox.on_loss = self.lose
 
     def lose(self, lost: set[int]) -> None:
-        """Write down what runs again."""
+        """Record the functions of lost workers, which run again on other workers."""
         self.losses += len(lost)
         for rank in lost:
             if rank in self._workers:
@@ -48,7 +49,7 @@ class Ledger:
 
 
 class Program:
-    """What the coordinator does."""
+    """The program of the coordinator."""
 
     def __init__(self, folder: Path, options: dict[str, Any], strategy: Any) -> None:
         self.folder, self.options = folder, options
@@ -65,15 +66,16 @@ class Program:
             net=[self.done, self.whole, self.slow],
             optimizer=self.optimizer,
         )
-        # Of each worker, the same object again where a spare rank takes the place.
+        # An iterator for each worker. A spare rank that takes a lost worker's place has
+        # an iterator of the same dataset.
         data = self.coordinator.create_per_worker_dataset(itertools.count)
         self.iterator = iter(data)
-        # By step, what had run again by then.
+        # For each saved step, the functions that had run again by then.
         self.saved: dict[int, list[int]] = {}
         self.result: dict[str, Any] = {}
 
     def function(self) -> Callable[..., int]:
-        """Return what is scheduled."""
+        """Return the function that is scheduled on workers."""
         done, whole, slow, optimizer = self.done, self.whole, self.slow, self.optimizer
         seconds = self.options["seconds"]
         ones, one = np.ones(LENGTH), np.ones(1, np.int64)
@@ -89,7 +91,7 @@ class Program:
         return work
 
     def run(self) -> None:
-        """Run all rounds."""
+        """Run all rounds, and write the result."""
         work, rounds = self.function(), self.options["rounds"]
         step = self.guarded(lambda: self.save(0))
         while step < rounds or self.waits():
@@ -98,7 +100,7 @@ class Program:
         (self.folder / "0.result").write_text(json.dumps(self.result))
 
     def waits(self) -> bool:
-        """Whether a rank is still to be lost, or a spare one to take its place."""
+        """Return whether a loss, or a spare rank for a lost place, is still to come."""
         strategy = self.coordinator.strategy
         lost, roles = strategy.client.mailbox.lost, strategy.roles
         vacant = lost.intersection((*roles.servers, *roles.workers))
@@ -107,7 +109,7 @@ class Program:
         return takes or self.ledger.losses < self.options["losses"]
 
     def guarded(self, action: Callable[[], int]) -> int:
-        """Return the step that comes next: after a loss, that of the checkpoint."""
+        """Return the step to run next, after a loss the checkpoint's step."""
         try:
             return action()
         except hs.UnavailableError:
@@ -123,10 +125,10 @@ class Program:
                 continue
 
     def run_round(self, step: int, work: Callable[..., int]) -> int:
-        """Run the functions of a round, and save what they have counted."""
+        """Run the functions of a round, and save their counts."""
         many = self.options["functions"]
         if step == self.options["rounds"]:
-            # A rank is still to be lost, or to take a place.
+            # Wait: a rank is still to be lost, or to take the place of a lost rank.
             self.coordinator.schedule(time.sleep, (0.01,)).fetch()
             return step
         numbers = range(step * many, (step + 1) * many)
@@ -140,7 +142,7 @@ class Program:
         return self.save(step + 1)
 
     def save(self, step: int) -> int:
-        """Save, and write down what is there then."""
+        """Save a step, and record the values of the variables in the result."""
         values = self.whole.numpy()
         pieces = [values[a:b] for a, b in self.whole.shard_rows]
         self.result.update(
@@ -154,7 +156,7 @@ class Program:
 
 
 def main() -> None:
-    """Run."""
+    """Make the strategy, and run the program on the coordinator."""
     folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     rank = launch_from_environment().rank
     (folder / f"{rank}.process").write_text(str(os.getpid()))

@@ -1,4 +1,4 @@
-"""A coordinator ends in some way, or a worker does: ``serving.py WAY``."""
+"""Ways in which a coordinator or a worker can end: ``serving.py WAY``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hpcstrat.engine.topology.topology import start_mpi
 
 
 def kill(*_: Any, **named: Any) -> None:
-    """End the process that runs this."""
+    """Kill the process that calls this function."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def workers() -> None:
-    """Let each worker run the program, and end at another time, in another way."""
+    """Let each worker run the program, and end at its own time, in its own way."""
     settings = hs.Settings(limit_seconds=2)
     strategy = hs.ParameterServerStrategyV1(settings=settings)
     with strategy.scope():
@@ -36,7 +36,7 @@ def workers() -> None:
         print("value", float(variable.numpy()), flush=True)
         strategy.close()
         return
-    # Longer than a rank waits for others in a call.
+    # Sleep longer than the time for which a rank waits for other ranks in a call.
     time.sleep(3)
     try:
         with strategy.scope():
@@ -57,7 +57,7 @@ def fewer() -> None:
 
 
 def late(begun: Any, table: Any) -> None:
-    """Update, and read, when the coordinator has ended."""
+    """Update and read a variable after the coordinator's program has ended."""
     begun.assign_add(1.0)
     time.sleep(0.3)
     table.assign_add(np.ones(table.shape), read_value=False)
@@ -71,7 +71,7 @@ def lost() -> None:
         print("asked MPI", flush=True)
         return []
 
-    # As where MPI tells ranks of the loss later than they end.
+    # Act like an MPI library that reports the loss only after the ranks have ended.
     vars(starting)["lost_ranks"] = not_told
     strategy = hs.ParameterServerStrategy(on_lost_rank="raise")
     coordinator = hs.coordinator.ClusterCoordinator(strategy)
@@ -88,7 +88,7 @@ def lost() -> None:
 
 
 def creation() -> None:
-    """Lose a rank at some place in the creation of the strategy."""
+    """Kill a rank at the given place in the creation of the strategy."""
     place, rank = sys.argv[2], int(sys.argv[3])
     start_mpi()
     if launch_from_environment().rank == rank:
@@ -108,12 +108,12 @@ def creation() -> None:
 
 
 def process(start: int, stop: int) -> Any:
-    """Return the number of this process, in each row."""
+    """Return an array whose rows all contain this process number."""
     return np.full(stop - start, os.getpid())
 
 
 def main() -> None:
-    """Schedule a function, and end."""
+    """Schedule a function, and end in the given way."""
     way = sys.argv[1]
     if way in ("workers", "fewer", "lost", "creation"):
         globals()[way]()
@@ -132,7 +132,7 @@ def main() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)
     if way == "busy":
-        # What is under way at the end is not waited for by the program.
+        # The program ends without waiting for the functions that still run.
         with strategy.scope():
             table = hs.Variable(np.zeros(20_000))
         coordinator.schedule(late, (variable, table))

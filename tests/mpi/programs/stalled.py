@@ -1,8 +1,9 @@
-"""A rank that comes late to a call, or never: ``stalled.py HOW WHERE RANK [SIZE]``.
+"""Make one rank late for a call, or absent: ``stalled.py HOW WHERE RANK [SIZE]``.
 
-The late rank prints ``late``, and is then late in some way; the others wait in some
-place. To a ``piece`` it comes, and is late in its midst. The environment says after how
-many seconds they complain. SIZE is the number of replicas per worker.
+The late rank prints ``late``, and is then late in the way HOW; the other ranks wait in
+the place WHERE. With ``piece`` the rank joins the call, and is late in the midst of it.
+The environment sets after how many seconds the other ranks complain. SIZE is the number
+of replicas per worker.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _open: list[Any] = []
 
 
 def evaluate(seconds: float) -> None:
-    """Sleep, as a rank does that evaluates for long."""
+    """Sleep, like a rank that evaluates a model for a long time."""
     time.sleep(seconds)
 
 
@@ -35,7 +36,7 @@ def _sleep() -> None:
 
 
 def count_for_ever() -> None:
-    """Never leave Python."""
+    """Loop in Python code for ever."""
     number = 0
     while True:
         number += 1
@@ -46,12 +47,12 @@ def _stop() -> None:
 
 
 def _cut_off() -> None:
-    """Pull the cable of this host."""
+    """Disable the network interface of this host."""
     subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
 
 
 def hold_the_interpreter() -> None:
-    """Read in C code that holds the interpreter lock, which no signal interrupts."""
+    """Block in C code that holds the interpreter lock, where no Python handler runs."""
     ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
 
 
@@ -91,7 +92,7 @@ def _slow_then_stuck() -> None:
 
 
 def _mpi() -> None:
-    """Wait for the others, which wait for this rank, in MPI itself."""
+    """Wait in MPI itself for the other ranks, which wait for this rank."""
     _open[-1].topology.replica_comm.Barrier()
 
 
@@ -127,12 +128,12 @@ def _wait(where: str) -> None:
             lambda: hs.get_replica_context().all_reduce("sum", 1.0, options=options)
         )
     elif where == "gather":
-        # No piece takes long, but all of them take longer than any limit.
+        # Each piece is fast, but all pieces together take longer than any limit.
         move: Any = InterruptibleComm.Allgatherv
         InterruptibleComm.Allgatherv = lambda *args: (time.sleep(0.1), move(*args))[1]
         strategy.gather([np.ones(2) for _ in range(60)], axis=0)
     elif where == "inside":
-        # All have announced the call; one does not move its data.
+        # All ranks have announced the call, but one rank does not move its data.
         channel = strategy.collectives.channel
         with channel.moving(channel.last_call):
             strategy.topology.replica_comm.Barrier()
@@ -141,7 +142,7 @@ def _wait(where: str) -> None:
 
 
 def main() -> None:
-    """Start, then be late or wait."""
+    """Make the strategy, then be late on one rank and wait on the others."""
     how, where, late = sys.argv[1], sys.argv[2], int(sys.argv[3])
     per_worker = int(sys.argv[4]) if len(sys.argv) > 4 else None
     strategy = hs.MultiWorkerMirroredStrategy(replicas_per_worker=per_worker)

@@ -1,4 +1,4 @@
-"""Launching a program and looking at what is left of it afterwards."""
+"""Helpers that launch a program and find the processes left afterwards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NAP_SECONDS = 0.02
 
 @dataclass
 class Ended:
-    """How a program ended: ``returncode`` is None where its time was up."""
+    """The end of a program; ``returncode`` is None if it exceeded its time limit."""
 
     command: str
     returncode: int | None
@@ -46,23 +46,23 @@ class Ended:
 
     @property
     def said(self) -> str:
-        """Standard error without what launchers and loggers put into lines."""
+        """Standard error without the lines of launchers and loggers."""
         text = re.sub(r"(?s)-{70,}\n.*?-{70,}\n\0?", "", self.stderr)
         return re.sub(r"\[hpcstrat \d+/\d+ .*\n", "", text)
 
     @property
     def late_reports(self) -> list[str]:
-        """The reports of late ranks, with their stacks."""
+        """The reports of late ranks in standard error, with their stacks."""
         pattern = (
             r"^\[hpcstrat [^\n]* have waited .*?(?=^\[hpcstrat|^Trace|^hpcstrat|\Z)"
         )
         text = self.stderr.replace(" has waited ", " have waited ")
         found = re.findall(pattern, text, re.MULTILINE | re.DOTALL)
-        # On a busy machine, processes may start seconds apart.
+        # Ignore late starts: on a busy machine, processes may start seconds apart.
         return [report for report in found if " s in creation of " not in report]
 
     def __str__(self) -> str:
-        """Show everything."""
+        """Return the whole outcome as text."""
         return (
             f"{self.command}: rc {self.returncode} after {self.seconds:.1f} s, "
             f"survivors {self.survivors}\n--- stdout\n{self.stdout}\n"
@@ -71,16 +71,16 @@ class Ended:
 
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return an environment in which the package of this checkout is found."""
+    """Return an environment in which Python finds the package of this checkout."""
     paths = [str(PROGRAMS.parents[2]), os.environ.get("PYTHONPATH", "")]
     joined = os.pathsep.join(filter(None, paths))
-    # Stacks of what has to be ended by SIGABRT.
+    # The fault handler prints stacks when SIGABRT ends a process.
     fixed = {"PYTHONPATH": joined, "PYTHONFAULTHANDLER": "1"}
     return clean_environment({**fixed, **(changes or {})})
 
 
 def processes_with(mark: str) -> list[str]:
-    """Return the live processes that have a text in their environment."""
+    """Return the live processes whose environment contains a text."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -95,7 +95,7 @@ def processes_with(mark: str) -> list[str]:
 def start(
     n: int, name: str, *arguments: object, limit: float = 30, **env: str
 ) -> Ended:
-    """Run a program of this folder on n ranks and look at how it ended."""
+    """Run a program of this folder on n ranks, and return how it ended."""
     words = list(map(str, arguments))
     program = [sys.executable, str(PROGRAMS / name), *words]
     command = [*launch_command(n), *program]
@@ -105,7 +105,7 @@ def start(
 def run_command(
     command: Sequence[str], title: str, limit: float, env: Mapping[str, str]
 ) -> Ended:
-    """Run a command; what is left of it is named, then ended."""
+    """Run a command; list the processes that it leaves, then kill them."""
     mark = secrets.token_hex(8)
     with tempfile.TemporaryDirectory(prefix="hpcstrat-") as folder:
         begin = time.monotonic()
@@ -124,7 +124,7 @@ def run_command(
 
 
 def _survivors(mark: str) -> list[str]:
-    """Return the processes that are still there after a moment."""
+    """Return the processes that are still alive after some seconds."""
     deadline = time.monotonic() + _SURVIVAL_SECONDS
     while (left := processes_with(mark)) and time.monotonic() < deadline:
         time.sleep(_NAP_SECONDS)

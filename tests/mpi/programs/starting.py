@@ -1,7 +1,8 @@
-"""One rank goes wrong before or at the first strategy: ``starting.py HOW WHEN RANK``.
+"""Make one rank fail at or before the first strategy: ``starting.py HOW WHEN RANK``.
 
-WHEN is ``first``, before the library starts MPI; ``mpi``, once the program has started
-it; ``second``, when there is a strategy already, and the next is of some ranks.
+WHEN is ``first`` (before the library starts MPI), ``mpi`` (after the program has
+started MPI) or ``second`` (when one strategy exists already, and the next one has only
+some of the ranks).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import hpcstrat as hs
 
 
 def evaluate(seconds: float) -> None:
-    """Sleep, as a rank does that evaluates for long."""
+    """Sleep, like a rank that evaluates a model for a long time."""
     time.sleep(seconds)
 
 
@@ -39,13 +40,13 @@ WRONG: Mapping[str, Mapping[str, Any]] = {
     "per_worker": {"replicas_per_worker": 0},
     "comm": {"comm": 5},
     "options": {"communication_options": 7},
-    # Right by itself, but not the others'.
+    # An option that is valid, but differs from the option of the other ranks.
     "other": {"on_error": "raise"},
 }
 
 
 def _try(kind: Any, options: Mapping[str, Any]) -> None:
-    """Say which error the creation raises; the next works on all ranks."""
+    """Print the error of a failed creation; the next creation works on all ranks."""
     try:
         kind(**options)
     except (ValueError, TypeError, AttributeError, hs.CollectiveError) as error:
@@ -56,7 +57,7 @@ def _try(kind: Any, options: Mapping[str, Any]) -> None:
 
 
 def _two_orders() -> None:
-    """Ranks make strategies of pairs of ranks, each beginning with another pair."""
+    """Make strategies of pairs of ranks, in another order on each rank."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -70,7 +71,7 @@ def _two_orders() -> None:
 
 
 def main() -> None:
-    """Go wrong on one rank; make a strategy on the others."""
+    """Fail on one rank; make a strategy on the other ranks."""
     how, when, late = sys.argv[1], sys.argv[2], int(sys.argv[3])
     comm: Any = None
     if when != "first":

@@ -1,7 +1,8 @@
-"""A program that goes on for a while: ``steady.py NAME SECONDS``.
+"""A program that runs for a given time: ``steady.py NAME SECONDS``.
 
-The name tells its processes from those of other jobs. Each step sums a number of each
-rank; at the end rank 0 says how many sums there were, and how many were wrong.
+The name on the command line distinguishes its processes from those of other jobs. Each
+step sums an array over all ranks. At the end, rank 0 prints the number of sums, and the
+number of wrong sums.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run the rank tests in this MPI job: ``mpirun -n 3 python -m tests.mpi.ranks -k sum``.
 
 The arguments are pytest's. With ``HPCSTRAT_TEST_ARRAYS=gpu`` in the environment the
-tests get arrays on GPUs, see tests/gpu/ranks.
+tests get arrays on GPUs, as tests/gpu/ranks describes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-# pytest rewrites the asserts of what it imports itself only.
+# pytest rewrites only the asserts of modules that it imports itself.
 pytest.register_assert_rewrite("tests.mpi.ranks")
 
 from mpi4py import MPI  # noqa: E402
@@ -35,13 +35,16 @@ OPTIONS = (
 
 
 class InStep:
-    """Registers plugins of hpcstrat, which pytest must see before it is imported."""
+    """A pytest plugin that registers the plugins of hpcstrat.
+
+    A plugin's module must be registered for rewriting before it is imported.
+    """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Keep the ranks in step from the collection on; give them arrays on GPUs."""
+        """Keep the ranks in step; use arrays on GPUs if the environment says so."""
         from hpcstrat.testing.in_step import RanksInStep
 
         plugin = RanksInStep(self.comm, ["-m", "tests.mpi.ranks"])
@@ -64,11 +67,11 @@ def main() -> int:
         plugins.append(outcome_lines.OutcomeLines(path))
     arguments = sys.argv[1:]
     if "--short" not in arguments:
-        # The default of pyproject.toml leaves out what only the whole matrix has.
+        # Without ``-m``, leave out slow tests, as the default of pyproject.toml does.
         arguments = ["-m", "not slow", *arguments]
     if not any(Path(argument.partition("::")[0]).exists() for argument in arguments):
         arguments.append(str(Path(__file__).parent))
-    # Ranks must not tidy up one another's folders of temporary files.
+    # Each rank has its own folder, so that no rank removes another rank's files.
     with tempfile.TemporaryDirectory(prefix="hpcstrat-ranks-") as folder:
         arguments.append(f"--basetemp={folder}/base")
         code = pytest.main([*OPTIONS, *arguments], plugins=plugins)

@@ -1,4 +1,4 @@
-"""The pages for those who come from other libraries, sentence by sentence."""
+"""The claims of the pages for users who come from other libraries."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_calls_between_replicas(strategy: Any, job: Any) -> None:
     )
     assert strategy.reduce("sum", mine) == ranks.sum()
     assert strategy.reduce("mean", mine) == ranks.mean()
-    # Lengths may differ.
+    # The replicas may gather arrays of different lengths.
     gathered = strategy.gather(strategy.run(lambda: rows), axis=0)
     np.testing.assert_array_equal(gathered, all_rows)
     np.testing.assert_array_equal(strategy.extended.broadcast_to(mine), 0)
@@ -46,13 +46,13 @@ def test_calls_between_replicas(strategy: Any, job: Any) -> None:
     def inside() -> None:
         context = hs.get_replica_context()
         assert context.all_reduce("mean", mine) == ranks.mean()
-        # Several at once, and one that is awaited later.
+        # Reduce several values at once.
         both = context.all_reduce("sum", [mine, rows[0]])
         assert both[0] == ranks.sum()
         np.testing.assert_array_equal(both[1], [ranks.sum()] * 2)
         assert context.start_all_reduce("sum", mine).wait() == ranks.sum()
         np.testing.assert_array_equal(context.all_gather(rows, axis=0), all_rows)
-        # The argument stays as it is, unless it is where the result goes.
+        # The argument is unchanged, unless the result is written into it.
         part = rows[0].copy()
         context.all_reduce("sum", part)
         np.testing.assert_array_equal(part, rows[0])
@@ -66,13 +66,13 @@ def test_variables_are_kept_equal_and_arrays_are_not(strategy: Any, job: Any) ->
     mine = np.full(3, float(job.rank))
     with strategy.scope():
         variable = hs.Variable(mine, name="v")
-    # They start with replica 0's value, and are a view that cannot be written.
+    # Variables start with replica 0's value; ``value()`` returns a read-only view.
     np.testing.assert_array_equal(variable.numpy(), 0)
     assert not variable.value().flags.writeable
     error = outcome(strategy.check_equal, {"mine": mine})
     assert (error is None) == (job.size == 1)
     refused = outcome(strategy.run, lambda: variable.assign(mine))
-    # With aggregation NONE the copies would differ.
+    # With aggregation NONE, assigning would make the copies differ.
     assert (refused is None) == (job.size == 1)
 
 
@@ -96,7 +96,7 @@ def test_optimizers_sum_unless_they_are_told(strategy: Any, job: Any) -> None:
 def test_each_row_comes_once_and_some_replicas_may_have_none(
     strategy: Any, job: Any
 ) -> None:
-    # The last batch has one row, for one of the replicas.
+    # The last batch has one row, which only one of the replicas receives.
     rows = np.arange(9.0)
     batches = strategy.experimental_distribute_dataset(
         hs.Dataset(rows, batch_size=4, shuffle=True)
@@ -105,7 +105,7 @@ def test_each_row_comes_once_and_some_replicas_may_have_none(
     for _ in range(2):
         own = [strategy.local_value(batch) for batch in batches]
         assert len(own) == 3
-        # Batch sizes are those of all replicas.
+        # A batch size is the number of rows of all replicas together.
         assert job.allreduce(len(own[0])) == 4
         assert job.allreduce(len(own[-1])) == 1
         gathered = [
@@ -113,7 +113,7 @@ def test_each_row_comes_once_and_some_replicas_may_have_none(
         ]
         orders.append(np.concatenate(gathered))
         np.testing.assert_array_equal(np.sort(orders[-1]), rows)
-    # Each iteration is the next epoch, with an order of its own.
+    # Each iteration is the next epoch, in a new order.
     assert not np.array_equal(*orders)
 
 
@@ -122,7 +122,7 @@ def test_run_gives_parts_of_each_replica(strategy: Any, job: Any) -> None:
     value = strategy.run(lambda: shared)
     assert isinstance(value, hs.PerReplica) == (job.size > 1)
     np.testing.assert_array_equal(strategy.local_value(value), shared)
-    # A plain value is this rank's contribution.
+    # A plain value is the contribution of this rank.
     np.testing.assert_array_equal(strategy.reduce("sum", shared), job.size * shared)
 
 

@@ -1,4 +1,4 @@
-"""`numpy.seterr` on one rank changes no result, and takes no rank out."""
+"""`numpy.seterr` on one rank changes no result, and makes no rank leave a call."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def extremes(dtype: Any, rank: int) -> dict[str, Any]:
 
 
 def reductions(strategy: Any, op: str) -> dict[str, Callable[[Any], Any]]:
-    """Return the ways to reduce, and to move what has been reduced."""
+    """Return functions that reduce a value, or move a reduced value, in all ways."""
     half = hs.CommunicationOptions(wire_dtype="float16")
 
     def all_reduce(value: Any, *options: Any) -> Any:
@@ -68,7 +68,7 @@ def reductions(strategy: Any, op: str) -> dict[str, Callable[[Any], Any]]:
 
 
 def reductions_over_axes(strategy: Any, op: str) -> dict[str, Callable[[Any], Any]]:
-    """Return the ways to reduce that add the values of a rank before."""
+    """Return functions that first sum a value over axes, then between the ranks."""
     return {
         "axis": lambda v: strategy.reduce(op, v, axis=0),
         "axes": lambda v: strategy.reduce(op, np.stack([v, v]), axis=(0, 1)),
@@ -91,7 +91,7 @@ def test_reductions_do_not_heed_it(strategy: Any, job: Any, dtype: Any) -> None:
                 note = f"{op} of {name} {how}"
                 parts = zip(_list(found), _list(wanted), strict=True)
                 for part, expected in parts:
-                    # Padding bytes of long doubles carry nothing.
+                    # Compare values, not padding bytes of long doubles.
                     np.testing.assert_array_equal(part, expected, note)
                 if np.dtype(dtype).char not in "gG":
                     assert_same_bits(job, *_list(found))
@@ -100,12 +100,12 @@ def test_reductions_do_not_heed_it(strategy: Any, job: Any, dtype: Any) -> None:
 
 def _list(value: Any) -> list[Any]:
     values = value if isinstance(value, list) else [value]
-    # NumPy's comparison does not know the other library's NaN.
+    # NumPy's comparison does not recognize a NaN of ml_dtypes, so convert to float32.
     return [v.astype(np.float32) if v.dtype.kind == "V" else v for v in values]
 
 
 def test_an_axis_does_not_heed_it(strategy: Any, job: Any) -> None:
-    # Each of these once left the other ranks in the call.
+    # Each of these cases once left the other ranks waiting in the call.
     cases = {
         "overflow of the own sum": np.full(3, np.finfo(np.float64).max),
         "sum that float16 does not hold": np.full(3, 60_000, np.float16),

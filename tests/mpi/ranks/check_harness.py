@@ -1,4 +1,4 @@
-"""The harness itself: the job is what the tests take it for."""
+"""The test harness itself: the job has the ranks and workers that tests assume."""
 
 from __future__ import annotations
 

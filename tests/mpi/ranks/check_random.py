@@ -1,4 +1,4 @@
-"""Random streams: independent, repeatable, and saved and restored elastically.
+"""Random streams: independent, repeatable, saved, and restored on other job sizes.
 
 Jobs of other sizes are strategies over the first ranks of this job.
 """
@@ -28,7 +28,7 @@ def _words(generator: Any, count: int = DRAWS) -> Any:
 
 
 def _key(name: str, seed: int, birth: int, replica: int) -> Any:
-    """Return the first words of a stream by NumPy alone."""
+    """Return the generator of a stream, made by NumPy alone."""
     import hashlib
 
     digest = hashlib.blake2b(name.encode(), digest_size=16).digest()
@@ -38,7 +38,7 @@ def _key(name: str, seed: int, birth: int, replica: int) -> Any:
 
 
 def test_streams_are_those_of_the_recipe(strategy: Any) -> None:
-    # The same on every run, every machine, and for any number of replicas.
+    # The streams are the same on every run and machine, for any number of replicas.
     streams, replica = strategy.random("dropout", seed=7), strategy.replica_id
     own, shared = _key("dropout", 7, 0, replica), _key("dropout", 7, 0, 2**32 - 1)
     assert np.array_equal(_words(streams.generator, 99), own.random_raw(99))
@@ -46,7 +46,7 @@ def test_streams_are_those_of_the_recipe(strategy: Any) -> None:
 
 
 def test_the_first_words_are_these() -> None:
-    # Written down once: a change of the recipe would change every program's numbers.
+    # Fixed words of the streams: a change would change the numbers of every program.
     streams = hs.get_strategy().random("a", seed=1)
     assert _words(streams.generator, 2).tolist() == FIRST
     assert _words(streams.shared, 2).tolist() == FIRST_SHARED
@@ -154,7 +154,7 @@ def test_a_restored_stream_keeps_its_generator(strategy: Any, folder: Path) -> N
 def test_streams_go_on_with_another_number_of_replicas(
     strategies: dict[int, Any], folder: Path, job: Any, saved: int, restored: int
 ) -> None:
-    """Old replicas go on with theirs; new ones get what nobody has had."""
+    """Restored replicas continue their streams; new replicas get unused streams."""
     if max(saved, restored) > job.size:
         return
     past: list[Any] = []

@@ -1,4 +1,4 @@
-"""Facts that a reading of the whole library once found wrong."""
+"""Errors that a review of the whole library once found."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_pipelines_may_fill_the_same_buffer_again(strategy: Any, job: Any) -> No
 
     dataset = strategy.distribute_datasets_from_function(batches)
     mine = [strategy.local_value(batch)[:1].tolist() for batch in dataset]
-    # Each worker has a pipeline of its own, whose elements its replicas take in turn.
+    # Each worker has its own pipeline, and its replicas get elements in turn.
     seen = strategy.topology.worker_comm.allgather(mine)
     dealt = [
         number for step in zip(*seen, strict=True) for part in step for number in part
@@ -70,7 +70,7 @@ def test_parts_that_cannot_be_pickled_fail_on_all(strategy: Any, job: Any) -> No
     batch = Pair(np.arange(4.0), np.arange(4.0))
     dataset = strategy.experimental_distribute_dataset([batch])
     error = outcome(next, iter(dataset))
-    # Only where a part travels to another rank of the worker.
+    # Pickling happens only if a part is sent to another rank of the worker.
     topology = strategy.topology
     travels = topology.num_workers < topology.num_replicas
     assert (error is not None) == travels
@@ -163,7 +163,7 @@ def test_reading_goes_on_after_a_bad_batch(make_strategy: Any, job: Any) -> None
 
 
 class _Repeated:
-    """Three batches, the second of which rank 0 cannot read."""
+    """Three batches; rank 0 cannot read the second of them."""
 
     def __init__(self, column: Any, batch: int) -> None:
         self.column = column
@@ -220,7 +220,7 @@ def test_older_names_and_whole_data_sets(strategy: Any, job: Any) -> None:
 
 
 def test_results_that_are_held_are_never_overwritten(strategy: Any, job: Any) -> None:
-    # Memory of old results is used again, but not while any view of them lives.
+    # Memory of old results is reused, but not while any view of the memory exists.
     size = strategy.num_replicas_in_sync
     held = []
     for step in range(6):

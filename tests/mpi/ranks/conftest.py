@@ -1,4 +1,4 @@
-"""The layouts that each rank test runs in, and a strategy for each."""
+"""The layouts of workers that each rank test runs in, with their strategies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.spins import keep_spins_short
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks of a job form workers; None: all of them are one worker."""
+    """The division of a job's ranks into workers; with None, all are one worker."""
 
     name: str
     replicas_per_worker: int | None
@@ -47,12 +47,13 @@ LAYOUTS = (
 )
 
 
-# By a test's marker: the numbers of ranks at which it can fail in another way than at
-# those before, and the layouts there (None: all). A rule of values sees one replica, 2
-# of a worker, and workers of unequal size; an algorithm, a header or a wait has first,
-# last and middle ranks, and workers, from 3 on, and at 4 ranks that are not alone in
-# their workers. What is kept in files sees one replica, and workers of 2 and of one.
-# What takes seconds and fails anywhere, if it does, runs once.
+# For each marker of a test: the numbers of ranks at which the test can fail in a new
+# way, and the layouts to run there (None: all). A "rule" of values needs one replica, a
+# worker of 2 replicas, and workers of unequal size. An "algorithm", a header or a wait
+# needs first, last and middle ranks and workers, which exist from 3 ranks on, and
+# workers of several ranks, which exist at 4. A "files" test needs one replica, and
+# workers of 2 replicas and of one. A test that takes seconds and fails everywhere, if
+# it fails, runs "once".
 CAN_FAIL: dict[str, dict[int, tuple[str, ...] | None]] = {
     "rule": {1: None, 2: ("one_worker",), 3: ("two_replicas_per_worker",)},
     "files": {1: None, 3: ("two_replicas_per_worker",)},
@@ -72,7 +73,7 @@ def _layout(item: pytest.Item) -> str | None:
 
 
 def _can_fail(item: pytest.Item, size: int) -> bool:
-    """Whether a test can fail at this size and in its layout as nowhere else."""
+    """Return whether a test can fail in a new way at this size and in its layout."""
     kinds = {mark.name for mark in item.iter_markers()} & CAN_FAIL.keys()
     if "once" in kinds:
         kinds = {"once"}
@@ -87,7 +88,7 @@ def _can_fail(item: pytest.Item, size: int) -> bool:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leave out, if ``--short``, the tests that say the same at other sizes."""
+    """With ``--short``, deselect tests that cannot fail in a new way at this size."""
     kept, size = items, launch_from_environment().size
     if config.getoption("short"):
         kept = [item for item in kept if _can_fail(item, size)]
@@ -99,16 +100,17 @@ def pytest_collection_modifyitems(
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give ``topology_layout`` each layout that differs at this number of ranks."""
+    """Parametrize ``topology_layout`` with the layouts that differ at this size."""
     if "topology_layout" not in metafunc.fixturenames:
         return
     size = launch_from_environment().size
-    # A layout in which all ranks are one worker is the first one again.
+    # A layout whose single worker has all ranks equals the first layout.
     layouts = [one for one in LAYOUTS if (one.replicas_per_worker or 0) < size]
     if size > MOST_LONELY_WORKERS:
-        # 2 and 3 workers of one replica say as much as more of them, in less time.
+        # 2 and 3 workers of one replica find as many errors as more workers, in less
+        # time.
         layouts = [one for one in layouts if one.replicas_per_worker != 1]
-    # Of the test, not of the session: pytest would take files apart, layout by layout.
+    # Use function scope: with session scope, pytest would reorder the tests by layout.
     metafunc.parametrize(
         "topology_layout", layouts, ids=lambda layout: layout.name, scope="function"
     )
@@ -116,14 +118,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def short_spins(request: pytest.FixtureRequest) -> None:
-    """Let ranks nap soon, if ``--short``; see tests/spins.py."""
+    """With ``--short``, make ranks sleep soon instead of spinning (tests/spins.py)."""
     if request.config.getoption("short"):
         keep_spins_short()
 
 
 @pytest.fixture(scope="session")
 def kept_strategies() -> Iterator[dict[str, Any]]:
-    """Yield the strategies of the layouts; closed after all tests."""
+    """Yield the shared strategies of the layouts, and close them after all tests."""
     strategies: dict[str, Any] = {}
     yield strategies
     for strategy in strategies.values():
@@ -132,7 +134,7 @@ def kept_strategies() -> Iterator[dict[str, Any]]:
 
 @pytest.fixture
 def strategy(topology_layout: Layout, kept_strategies: dict[str, Any]) -> Any:
-    """Return the strategy of the layout, which tests share and leave usable."""
+    """Return the strategy of the layout, which tests share and must leave usable."""
     if topology_layout.name not in kept_strategies:
         kept_strategies[topology_layout.name] = topology_layout.make_strategy()
     return kept_strategies[topology_layout.name]
@@ -140,7 +142,7 @@ def strategy(topology_layout: Layout, kept_strategies: dict[str, Any]) -> Any:
 
 @pytest.fixture
 def topology(topology_layout: Layout) -> Iterator[Any]:
-    """Yield a topology of the layout; closed after the test."""
+    """Yield a topology of the layout, and close it after the test."""
     topology = topology_layout.make_topology()
     yield topology
     topology.close()
@@ -148,7 +150,7 @@ def topology(topology_layout: Layout) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def job() -> Any:
-    """Return a communicator of the tests' own over all ranks of the job."""
+    """Return the communicator of all ranks of the job, for the tests' own calls."""
     from mpi4py import MPI
 
     return MPI.COMM_WORLD
@@ -162,7 +164,7 @@ def make_strategy(topology_layout: Layout) -> Callable[..., Any]:
 
 @pytest.fixture
 def folder(job: Any) -> Iterator[Path]:
-    """Yield a folder that all ranks see; removed at the end."""
+    """Yield a folder that all ranks can see, and remove it at the end."""
     name = tempfile.mkdtemp(prefix="hpcstrat-") if job.rank == 0 else None
     path = Path(job.bcast(name))
     yield path
@@ -173,7 +175,7 @@ def folder(job: Any) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def strategies(job: Any) -> Iterator[dict[int, Any]]:
-    """Yield a strategy over the first k ranks for each k, where this rank is in it."""
+    """Yield strategies over the first k ranks, for each k that includes this rank."""
     import hpcstrat
 
     made, parts = {}, []

@@ -1,4 +1,4 @@
-"""The rows that replicas get of a data set."""
+"""Helpers that list the rows of a dataset that each replica receives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.mpi.ranks.outcomes import outcome
 
 
 def rows_of(batch: Any) -> list[int]:
-    """Return which rows a batch has, after a look at its columns."""
+    """Return the row numbers of a batch, and check its columns."""
     numbers = batch["x"][:, 0]
     np.testing.assert_array_equal(batch["x"][:, 1], -numbers)
     np.testing.assert_array_equal(batch["y"][0], numbers * 0.5)
@@ -30,7 +30,7 @@ def flat(steps: list[list[list[int]]]) -> list[int]:
 
 
 def step_of(strategy: Any, iterator: Any) -> tuple[str, list[int]]:
-    """Return how a step went on this rank, and its rows."""
+    """Return the outcome of a step on this rank, and its rows."""
     error = outcome(lambda: step_of_rows.append(rows(strategy, next(iterator))))
     if error is None:
         return "rows", step_of_rows.pop()
@@ -47,11 +47,11 @@ def rows(strategy: Any, batch: Any) -> list[int]:
 
 
 def all_steps(strategy: Any, job: Any, iterator: Any, most: int) -> list[list[Any]]:
-    """Go through a data set; return for each step the rows of each rank, or errors."""
+    """Read a dataset to its end; return each step's rows or errors, for each rank."""
     steps = []
     for _ in range(most):
         parts = job.allgather(step_of(strategy, iterator))
-        # All of them, or none: that is what lets a program skip a batch.
+        # All ranks fail or none, so that a program can skip the batch.
         assert len({kind.partition(" ")[0] for kind, _ in parts}) == 1, parts
         if parts[0][0] == "end":
             return steps

@@ -1,4 +1,4 @@
-"""Copies of variables that differ between replicas, and steps that look at them."""
+"""Copies of variables that differ between replicas, and steps that compare them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def step() -> Any:
 
 
 def round_length(strategy: Any) -> int:
-    """Return in how many entries into ``run`` all bytes are looked at."""
+    """Return the number of ``run`` calls in which all bytes of copies are compared."""
     own = max(1, strategy._connection.copies.num_slices)
-    # A rank may have freed more variables than another.
+    # The ranks may differ, because one may have freed more variables than another.
     return max(strategy.topology.replica_comm.allgather(own))
 
 
 def error_within(strategy: Any, runs: int) -> Any:
-    """Return the first error of so many steps, or None."""
+    """Return the first error of ``runs`` steps, or None."""
     for _ in range(runs):
         error = outcome(strategy.run, step)
         if error is not None:
@@ -32,5 +32,5 @@ def error_within(strategy: Any, runs: int) -> Any:
 
 
 def named_ranks(faulty: int, size: int) -> tuple[int, ...]:
-    """Return who differs from most: of two, the one that is not replica 0."""
+    """Return the ranks that an error names; of two ranks, it is never replica 0."""
     return (1,) if size == 2 else (faulty,)

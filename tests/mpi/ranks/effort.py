@@ -1,4 +1,4 @@
-"""The number of examples: fewer by default, on shared cores, or with slow kernels."""
+"""The number of examples per test, reduced on shared cores or for slow kernels."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ SHORT = "--short" in sys.argv
 """Whether these are the tests that pytest runs by default; see conftest.py."""
 
 _SLOW = MPI.COMM_WORLD.size > 2 or "HPCSTRAT_TEST_ARRAYS" in os.environ
-# Of the examples of the whole matrix, one in so many.
+# The part of the whole matrix's examples that runs: one in this number.
 _ONE_IN = {(False, False): 1, (True, False): 3, (False, True): 3, (True, True): 6}
 
 
 def examples(number: int) -> int:
-    """Return how many examples to try, of so many."""
+    """Return how many of ``number`` examples to try."""
     return max(1, number // _ONE_IN[SHORT, _SLOW])
 
 
 def seeds(number: int) -> range:
-    """Return the seeds to try: all of them in the whole matrix."""
+    """Return the seeds to try; the whole matrix tries all ``number`` seeds."""
     return range(examples(number) if SHORT else number)
 
 
-# Hypothesis: every rank draws the same examples, in the same order.
+# Settings for Hypothesis: every rank draws the same examples, in the same order.
 in_step = settings(
     max_examples=examples(40),
     deadline=None,

@@ -1,4 +1,4 @@
-"""The variables that tests make."""
+"""A function that makes the variables of tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The outcome of a call that fails, on each rank, and the strategy's use after it."""
+"""Helpers that return and compare the errors of calls on all ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.mpi.ranks.sums import both_ways
 
 
 def assert_same_bits(job: Any, *arrays: Any) -> None:
-    """Compare the bytes of arrays over all ranks."""
+    """Assert that the bytes of arrays are equal on all ranks."""
     own = b"".join(np.asarray(array).tobytes() for array in arrays)
     assert set(job.allgather(own)) == {own}
 
 
 def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return the exception of a call, or None."""
+    """Return the exception that a call raises, or None."""
     try:
         function(*args, **kwargs)
     except Exception as error:
@@ -27,7 +27,7 @@ def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def assert_only_one_failed(error: Any, kind: Any, faulty: int, job: Any) -> None:
-    """Demand ``kind`` on the faulty rank, and on the others that they name it."""
+    """Assert ``kind`` on the faulty rank, and on other ranks an error that names it."""
     if job.rank == faulty:
         assert isinstance(error, kind), repr(error)
         assert not isinstance(error, hs.CollectiveError), repr(error)
@@ -38,13 +38,13 @@ def assert_only_one_failed(error: Any, kind: Any, faulty: int, job: Any) -> None
 
 
 def assert_usable(strategy: Any, job: Any) -> None:
-    """Demand the right sum of the next reductions."""
+    """Assert that the next reductions return the right sum."""
     for total in both_ways(strategy, "sum", np.int64(job.rank + 1)):
         assert total == job.size * (job.size + 1) // 2
 
 
 def assert_told(error: Any, kind: Any, guilty: bool, *words: str) -> None:
-    """Demand an error of a kind where the fault is, and ReplicaError elsewhere."""
+    """Assert an error of a kind on the guilty rank, and ReplicaError elsewhere."""
     if not guilty:
         assert isinstance(error, hs.ReplicaError), repr(error)
         return
@@ -55,29 +55,29 @@ def assert_told(error: Any, kind: Any, guilty: bool, *words: str) -> None:
 
 
 def exchanged(job: Any, check: Callable[[], None]) -> None:
-    """Run a check; raise on every rank when it fails on one."""
+    """Run a check; if it fails on one rank, raise on every rank."""
     problem = outcome(check)
     problems = [p for p in job.allgather(problem and repr(problem)) if p]
     assert not problems, problems[0]
 
 
 class BadBatch(ValueError):
-    """An error of a program."""
+    """An error of a program that is a ValueError."""
 
 
 class Planned(Exception):
-    """An error of a program, of no common class."""
+    """An error of a program that shares no base class with other errors."""
 
 
 class WithRow(Exception):
-    """An error that no text makes."""
+    """An error whose constructor needs more than a text."""
 
     def __init__(self, row: int, place: str) -> None:
         super().__init__(f"row {row} at {place}")
         self.row = row
 
 
-# Errors, and the class that the errors of the other ranks must have, too.
+# Constructors of errors, and the class that the other ranks' errors must have, too.
 ERRORS: list[tuple[Callable[[], Exception], Any]] = [
     (lambda: ValueError("v"), ValueError),
     (lambda: KeyError("k"), KeyError),

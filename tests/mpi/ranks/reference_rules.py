@@ -1,4 +1,4 @@
-"""The rules of the optimizers in NumPy, and a model to compare them on."""
+"""The rules of the optimizers in NumPy, and a model for comparisons with them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ RULES: dict[str, tuple[Callable[..., Any], Rule]] = {
 
 
 def initial(dtype: Any) -> dict[str, Array]:
-    """Return first values; those of ``offset`` are 0, as is then their norm."""
+    """Return first values; ``offset`` is 0, and therefore its norm is 0."""
     rng = np.random.default_rng(5)
     values = {
         "weights": rng.standard_normal((FEATURES, 3)),
@@ -118,7 +118,7 @@ def gradients_of(values: Any, x: Array, y: Array, size: int) -> list[Array]:
 
 
 class Model:
-    """The same on replicas."""
+    """The model on replicas, trained by an optimizer of the library."""
 
     def __init__(self, strategy: Any, make: Callable[..., Any], dtype: Any) -> None:
         self.strategy = strategy
@@ -129,7 +129,7 @@ class Model:
             self.optimizer = make()
 
     def step(self, batch: Any, size: int) -> bool:
-        """Make one call of apply_gradients, and return what it did."""
+        """Make one call of apply_gradients, and return its result."""
 
         def apply(batch: Any) -> Any:
             values = [variable.value() for variable in self.variables]
@@ -152,7 +152,7 @@ class Model:
 
 
 def batches(strategy: Any, size: int, dtype: Any = np.float64) -> Iterator[Any]:
-    """Yield ragged batches for ever, of the replica and of all."""
+    """Yield ragged batches without end, each for this replica and for all replicas."""
     data = (X.astype(dtype), Y.astype(dtype))
     alone = hs.Dataset(data, size, shuffle=True, seed=1)
     shared = hs.Dataset(data, size, shuffle=True, seed=1)

@@ -16,7 +16,7 @@ KINDS = ("mirrored", *AGGREGATIONS[1:], "none")
 
 
 class Counter:
-    """Plain state of a program."""
+    """An object with plain state, as programs save it."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {"größe": 0}
@@ -30,7 +30,7 @@ class Counter:
 
 @contextmanager
 def warnings_of_checkpoints() -> Iterator[list[str]]:
-    """Collect the warnings of this rank."""
+    """Yield a list that gets the checkpoint warnings of this rank."""
     found: list[str] = []
 
     class Collector(logging.Handler):
@@ -54,5 +54,5 @@ def make_variable(kind: str, value: Any, name: str = "x") -> Any:
 
 
 def fill(variable: Any, value: Any) -> None:
-    """Give this replica's component a value of its own."""
+    """Assign a value to this replica's component only."""
     variable.component[...] = value

@@ -1,4 +1,4 @@
-"""Arrays of every type and shape, and what their sum over replicas must be."""
+"""Arrays of every type and shape, with the expected sums over replicas."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def assert_sum(
 
 
 def all_reduce(strategy: Any, op: str, value: Any, options: Any = None) -> Any:
-    """Reduce in replica context."""
+    """Reduce a value in replica context."""
 
     def step() -> Any:
         return hs.get_replica_context().all_reduce(op, value, options)
@@ -79,13 +79,13 @@ def all_reduce(strategy: Any, op: str, value: Any, options: Any = None) -> Any:
 
 
 def both_ways(strategy: Any, op: str, value: Any) -> Iterator[Any]:
-    """Reduce in cross-replica and in replica context."""
+    """Reduce a value in cross-replica context, then in replica context."""
     yield strategy.reduce(op, value, axis=None)
     yield all_reduce(strategy, op, value)
 
 
 def lock(array: Any) -> bool:
-    """Make an array read-only; whether its library has such arrays: CuPy has not."""
+    """Make an array read-only; return False for CuPy, which has no read-only arrays."""
     if hasattr(array.flags, "writeable"):
         array.flags.writeable = False
         return True
@@ -93,7 +93,7 @@ def lock(array: Any) -> bool:
 
 
 def is_writable(array: Any) -> bool:
-    """Whether an array can be written; CuPy's always can."""
+    """Return whether an array is writable; CuPy's arrays always are."""
     return bool(getattr(array.flags, "writeable", True))
 
 

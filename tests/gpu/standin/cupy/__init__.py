@@ -2,40 +2,42 @@
 
 It has the names, parameters and errors of CuPy 14 for the part of CuPy that hpcstrat
 and its users' programs use; ``tests/gpu/test_standin.py`` compares them with the real
-one where that is installed. With this folder's parent on ``PYTHONPATH``, ``import
-cupy`` finds it. ``cupy._standin.counts`` tells what has been launched, copied and
-waited for. It follows CUDA's documentation and CuPy's sources; it has not been
-compared with a GPU at work.
+CuPy if CuPy is installed. With this folder's parent on ``PYTHONPATH``, ``import cupy``
+finds it. ``cupy._standin.counts`` counts launches, copies and waits. The stand-in
+follows CUDA's documentation and CuPy's sources; it has not been compared with a GPU at
+work.
 
-What it shares with a device: an array is a class of its own, which never turns into a
-NumPy array by itself. Each stream is a thread that does its work in order and later,
-after random delays; until then memory holds the byte 0xCB. Streams wait for each other
-as CUDA's do: the legacy default stream for blocking ones and they for it; others
-through events only. Copies from and to memory that is not page-locked hold the caller
-up where CUDA's do. Memory from ``cudaMalloc`` and interprocess events are shared
-between processes by handles, NCCL's communicators connect processes of one host.
+The stand-in resembles a device in these points. An array is a separate class, which is
+never converted to a NumPy array implicitly. Each stream is a thread that does its work
+in order, after random delays; memory that is not written yet holds the byte 0xCB.
+Streams wait for each other as in CUDA: the legacy default stream waits for blocking
+streams, and these wait for it; other streams wait only for events. Copies from and to
+memory that is not page-locked block the caller if CUDA's copies do. Memory from
+``cudaMalloc`` and interprocess events can be shared between processes by handles.
+NCCL's communicators connect processes of one host.
 
-Where it is stricter. Kernels must be free of barriers, of shared memory and of warp
-intrinsics: g++ compiles them, and a grid runs as loops. Their arguments must have the
-sizes that they declare. Memory that went back to CuPy's pool is overwritten in the
-order of its stream, as its next owner would do; pinned memory that was freed, at once.
-Memory of the pool cannot be shared by handles (CuPy's could, with the offset in its
-block). Indices out of bounds in arrays of indices are errors (CuPy wraps them around).
-Addresses that no device knows are refused. Ranks that call different collectives of
-NCCL, or with different arguments, get an error. Functions take no lists or arrays of
-NumPy where CuPy's happen to work on some of them.
+The stand-in is stricter in these points. Kernels must not use barriers, shared memory
+or warp intrinsics, because g++ compiles them, and a grid runs as loops. Their arguments
+must have the sizes that they declare. Memory that is returned to CuPy's pool is
+overwritten in the order of its stream, as its next owner would do. Pinned memory that
+is freed is overwritten at once. Memory of the pool cannot be shared by handles (CuPy's
+memory could, with the offset in its block). Indices out of bounds in arrays of indices
+are errors (CuPy wraps them around). Addresses that no device knows are refused. Ranks
+that call different collectives of NCCL, or with different arguments, get an error.
+Functions refuse lists and NumPy arrays, even if some of CuPy's functions happen to
+accept them.
 
-Kernels that load or store at an address that their type's alignment forbids end the
-context: each later call on that device fails, as with CUDA. The first use of a kernel
-waits for all that its device does, as to load one may.
+A kernel that loads or stores at a misaligned address ends the context: each later call
+on that device fails, as in CUDA. The first use of a kernel waits for all work of its
+device, because loading a kernel may wait in CUDA, too.
 
-Where it is laxer. Other errors of the work in a stream come at the next wait for
-anything on the device, and do not make it unusable for good. Priorities of streams
-change nothing. There is no limit on
-resources other than the memory. Grids occupy no device, so that kernels of different
-streams run side by side. The per-thread default stream is an ordinary blocking stream.
-``cudaFree`` does not wait for the device. A result of NumPy's may have another layout
-in memory or differ from CuPy's in the last bits; random numbers differ altogether.
+The stand-in is laxer in these points. Other errors of the work in a stream are raised
+at the next wait for any work of the device, and the device stays usable. Priorities of
+streams have no effect. There is no limit on resources except the memory. Grids do not
+occupy the device, so kernels of different streams run at the same time. The per-thread
+default stream is an ordinary blocking stream. ``cudaFree`` does not wait for the
+device. A result may have another memory layout than CuPy's, or differ in the last bits;
+random numbers are completely different.
 
 To add a function of NumPy, write its name into a table of ``_functions.py`` or
 ``_ufuncs.py``. ``HPCSTRAT_STANDIN_*`` variables are described in ``_standin.py``.
@@ -45,7 +47,7 @@ import sys as _sys
 
 import numpy as _numpy
 
-# The order matters: the classes are put together from these modules.
+# The order matters, because these modules build the classes step by step.
 from cupy import _standin, cuda  # isort: skip
 from cupy import _core, _creation, _array, _functions, _ufuncs  # isort: skip
 from cupy import exceptions, linalg, random, testing  # isort: skip
@@ -93,7 +95,7 @@ for _name in _CONSTANTS:
 
 
 def get_array_module(*args):
-    """Return this module if an argument is one of its arrays, else NumPy."""
+    """Return this module if an argument is a CuPy array, else NumPy."""
     for arg in args:
         if isinstance(arg, ndarray):
             return _sys.modules[__name__]
@@ -111,12 +113,12 @@ def get_default_pinned_memory_pool():
 
 
 def is_available():
-    """Tell whether there is a device."""
+    """Return whether there is a device."""
     return cuda.is_available()
 
 
 def show_config(*, _full=False):
-    """Print what the stand-in is."""
+    """Print the name and version of the stand-in."""
     print(f"CuPy Version : {__version__} (stand-in on host memory)")
 
 

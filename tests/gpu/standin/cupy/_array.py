@@ -9,7 +9,7 @@ from cupy import _core, _dlpack, _indexing, _submit, _ufuncs
 
 
 def wrap(host, owner):
-    """Return a view: an array over part of another's memory."""
+    """Return a view: an array over part of the memory of ``owner``."""
     array = ndarray.__new__(ndarray)
     array._host = host
     array._base = owner if owner.base is None else owner.base
@@ -38,7 +38,7 @@ def _in_place(name):
 
 
 def _refuses(other):
-    # Classes that know CuPy's arrays get their turn, as NumPy's rule says.
+    # Let classes that know CuPy's arrays compute the result, by NumPy's rule.
     if isinstance(other, _core.Base | np.ndarray | np.generic):
         return False
     return getattr(other, "__array_ufunc__", 0) is None
@@ -115,7 +115,7 @@ class ndarray(_core.Base):
                     "The 'out' parameter must have exactly one array value"
                 )
             kwargs["out"] = out[0]
-        # CuPy's own ufuncs have more methods; NumPy's do not reach them.
+        # CuPy's own ufuncs have more methods, which NumPy's ufuncs do not call.
         return own(*inputs, **kwargs) if method == "__call__" else NotImplemented
 
     def __array_function__(self, func, types, args, kwargs):
@@ -147,7 +147,7 @@ class ndarray(_core.Base):
         _indexing.put(self, key, value)
 
     def scatter_add(self, slices, value):
-        """Add at places that may repeat."""
+        """Add values at indices that may repeat."""
         cupy.add.at(self, slices, value)
 
     @property
@@ -180,7 +180,7 @@ class ndarray(_core.Base):
 
     @property
     def flat(self):
-        """The elements in order; only for whole assignments here."""
+        """The elements in order; here only for assignments to all elements."""
         return self.reshape(-1)
 
     def conj(self):

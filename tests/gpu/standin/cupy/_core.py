@@ -13,9 +13,9 @@ _IMPLICIT = (
 
 
 def known(dtype):
-    """Return a type that kernels have; others are refused by what computes."""
+    """Return a type that CuPy can store; functions refuse types that they lack."""
     if dtype.name == "bfloat16":
-        # As CuPy 14 does with ml_dtypes.
+        # CuPy 14 knows this type of ml_dtypes, too.
         return dtype
     if dtype.char not in "?bhilqBHILQefdFDV" or dtype.num >= 256:
         raise ValueError(f"Unsupported dtype {dtype}")
@@ -23,7 +23,7 @@ def known(dtype):
 
 
 class Flags:
-    """What is known of an array's layout; CuPy knows no ``writeable``."""
+    """The layout flags of an array; like CuPy, without ``writeable``."""
 
     def __init__(self, c_contiguous, f_contiguous, owndata):
         self.c_contiguous = c_contiguous
@@ -157,7 +157,7 @@ class Base:
         return self.shape[0]
 
     def get(self, stream=None, order="C", out=None, blocking=True):
-        """Copy to the host."""
+        """Return a copy in host memory."""
         queue = _queue(stream)
         source = self._host
         if out is None:
@@ -198,7 +198,7 @@ class Base:
             )
 
     def set(self, arr, stream=None):
-        """Copy from the host."""
+        """Copy an array from the host into this array."""
         if not isinstance(arr, np.ndarray):
             raise TypeError("Only numpy.ndarray can be set to cupy.ndarray")
         if self.dtype != arr.dtype:

@@ -1,4 +1,4 @@
-"""Making arrays: from nothing, from the host, from other libraries."""
+"""Functions that make arrays: new ones, from the host, and from other libraries."""
 
 import numpy as np
 
@@ -7,12 +7,12 @@ from cupy.cuda import memory, stream
 
 
 def new(shape, dtype=float, order="C"):
-    """Return an array that nothing has been written to."""
+    """Return an array whose memory is not written yet."""
     return _core.ndarray(shape, dtype, order=order)
 
 
 def copy_elements(target, source):
-    """Submit a copy between arrays, with a cast."""
+    """Submit a copy between arrays, with a cast to the target's type."""
     _submit.check_device(source)
     _submit.check_device(target)
     _standin.count_copy("device_to_device", target.nbytes)
@@ -147,7 +147,7 @@ def _from_interface(obj):
     if given is not None:
         if given == 0:
             raise ValueError("stream=0 is not allowed in __cuda_array_interface__")
-        # As CuPy does unless CUPY_CUDA_ARRAY_INTERFACE_SYNC is 0.
+        # CuPy waits here, too, unless CUPY_CUDA_ARRAY_INTERFACE_SYNC is 0.
         memory.runtime.streamSynchronize(given)
     return _core.ndarray(shape, dtype, memory.MemoryPointer(mem, 0), strides)
 
@@ -197,7 +197,7 @@ def identity(n, dtype=float):
 
 
 def _written(host):
-    """Return an array that the device fills: no copy from the host is counted."""
+    """Return an array that the device fills, without counting a copy from the host."""
     made = new(host.shape, host.dtype, "F" if host.flags.fnc else "C")
     target = made._host
     _submit.submit(lambda: np.copyto(target, host))

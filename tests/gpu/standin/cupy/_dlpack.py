@@ -66,15 +66,15 @@ _api.PyCapsule_SetName.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
 @_DELETER
 def _forget(address):
-    """Let the exported array go: what a consumer calls at the end."""
+    """Release an exported array; a consumer calls this function at its end."""
     _exported.pop(address, None)
 
 
 def _sweep():
-    """Forget what is in capsules that nobody consumed or holds any more.
+    """Release arrays in capsules that were not consumed and are no longer referenced.
 
-    A destructor of the capsule cannot do it: the function in Python that it would be
-    cannot run, as it may have to, while an exception is on its way.
+    A destructor of the capsule cannot do this: the destructor would be a Python
+    function, which cannot run while an exception is being raised.
     """
     for address, (_, _, _, name, capsule) in list(_exported.items()):
         if _is_capsule(capsule, name) and sys.getrefcount(capsule) <= _HELD:
@@ -95,7 +95,7 @@ def _establish_order(given):
             f"larger value, but {given} was provided"
         )
     if given >= 0 and given != (current.ptr or runtime.streamLegacy):
-        # The consumer's stream waits for the work on the producer's.
+        # The consumer's stream waits for the work on the producer's stream.
         event = current.record()
         runtime.streamWaitEvent(given, event.ptr)
 
@@ -103,7 +103,7 @@ def _establish_order(given):
 def export(array, given, max_version, dl_device, copy):
     """Return a capsule over an array's memory."""
     if dl_device is not None and tuple(dl_device) != array.__dlpack_device__():
-        # CuPy can copy to the host here (kDLCPU); nothing in these tests needs it.
+        # CuPy can copy to the host here (kDLCPU), but these tests do not need it.
         raise BufferError(f"unsupported device for export: {dl_device}")
     brain = array.dtype.name == "bfloat16"
     if not brain and (array.dtype.kind not in _KINDS or array.dtype.names):
@@ -137,7 +137,7 @@ def export(array, given, max_version, dl_device, copy):
 
 
 class DLPackMemory(memory.BaseMemory):
-    """Memory of a capsule, which it consumes."""
+    """Memory of a DLPack capsule, which this object consumes."""
 
     def __init__(self, capsule):
         self._managed = None
@@ -200,7 +200,7 @@ def _dtype(tensor):
 
 
 def load(array, device, copy):
-    """Return an array over what another library exports."""
+    """Return an array over memory that another library exports."""
     if device is not None:
         raise NotImplementedError("from_dlpack() does not support device yet.")
     if not hasattr(array, "__dlpack_device__"):

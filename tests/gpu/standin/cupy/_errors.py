@@ -1,4 +1,4 @@
-"""The error of the runtime, with CUDA's numbers and names."""
+"""The error of the CUDA runtime, with CUDA's numbers and names."""
 
 NAMES = {
     0: ("cudaSuccess", "no error"),

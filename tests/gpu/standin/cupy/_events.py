@@ -1,7 +1,7 @@
-"""Events: two counters each.
+"""CUDA events: each event has two counters.
 
-Recording adds one to the first; the stream then stores that number into the second. A
-wait is for the number of recordings at the moment of the call.
+A recording increments the first counter, and the stream later stores this number into
+the second counter. A wait is for the number of recordings at the moment of the call.
 """
 
 import itertools
@@ -18,7 +18,7 @@ _events = {}
 
 
 class EventState:
-    """What an event is, given by its pointer."""
+    """The state of an event, which is found by its pointer."""
 
     def __init__(self, flags, device):
         self.flags = flags
@@ -26,12 +26,12 @@ class EventState:
         self.ptr = next(_numbers)
         self.time = None
         self.changed = threading.Condition()
-        # Recordings that were passed, in whatever order their streams came there.
+        # Recordings that streams have passed, in any order.
         self.passed = set()
         self.counters = np.zeros(2, np.int64)
 
     def record(self, queue):
-        """Put the event into a stream."""
+        """Record the event in a stream."""
         if queue.device != self.device:
             raise CUDARuntimeError(INVALID_HANDLE)
         number = self._next()
@@ -52,15 +52,15 @@ class EventState:
             self.changed.notify_all()
 
     def recorded(self):
-        """Return how often the event has been recorded."""
+        """Return the number of recordings of the event."""
         return int(self.counters[0])
 
     def reached(self, number):
-        """Tell whether recording ``number`` has been passed."""
+        """Return whether the stream has passed recording ``number``."""
         return int(self.counters[1]) >= number or number in self.passed
 
     def wait(self, number):
-        """Wait until recording ``number`` has been passed."""
+        """Wait until the stream has passed recording ``number``."""
         with self.changed:
             while not self.reached(number) and not _queues.ending():
                 self.changed.wait(0.1)

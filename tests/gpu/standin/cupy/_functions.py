@@ -1,9 +1,9 @@
 """Functions that NumPy computes on the arrays' memory, by name.
 
-To add one, write its name into the right table: ``LATER`` where the results' shapes
-do not depend on the data; ``NOW`` where they do, so that CuPy waits too; ``VIEWS``
-where CuPy returns a view if NumPy does; ``PLAIN`` where only shapes or types are
-looked at. The parameters that CuPy has go to ``_signatures.py``.
+To add one, write its name into the right table: ``LATER`` if the results' shapes do not
+depend on the data; ``NOW`` if the shapes do, so that CuPy waits, too; ``VIEWS`` if CuPy
+returns a view whenever NumPy does; ``PLAIN`` if the function needs only shapes or
+types. The parameters of CuPy's function go to ``_signatures.py``.
 """
 
 import numpy as np
@@ -34,7 +34,7 @@ SPLITS = "split array_split hsplit vsplit dsplit".split()
 
 
 def _first_is_array(name, args, kwargs):
-    """Refuse what CuPy's functions refuse: lists and NumPy's arrays for arrays."""
+    """Refuse lists and NumPy arrays as arrays, like CuPy's functions."""
 
     def found(value):
         if isinstance(value, list | tuple):
@@ -131,26 +131,26 @@ def matmul(x1, x2, /, out=None):
 
 
 def may_share_memory(a, b, max_work=None):
-    """Tell whether two arrays may overlap."""
+    """Return whether two arrays may overlap."""
     both = isinstance(a, _core.ndarray) and isinstance(b, _core.ndarray)
     return both and bool(np.may_share_memory(a._host, b._host))
 
 
 def shares_memory(a, b, max_work=None):
-    """Tell whether two arrays overlap."""
+    """Return whether two arrays overlap."""
     both = isinstance(a, _core.ndarray) and isinstance(b, _core.ndarray)
     return both and bool(np.shares_memory(a._host, b._host))
 
 
 def byte_bounds(a):
-    """Return the first address of an array and the one behind its last."""
+    """Return the first address of an array, and the address after its last byte."""
     low, high = np.lib.array_utils.byte_bounds(a._host)
     start = a.data.ptr - a._host.ctypes.data
     return low + start, high + start
 
 
 def repeat(a, repeats, axis=None):
-    """Repeat elements; as often for all, or by a list of numbers."""
+    """Repeat elements, each the same number of times, or by a list of numbers."""
     if _submit.is_array(repeats):
         raise ValueError("cupy.ndaray cannot be specified as `repeats` argument.")
     return _repeat(a, repeats, axis)

@@ -1,4 +1,4 @@
-"""Indexing: slices give views; arrays of indices give copies, made later."""
+"""Indexing: slices return views; arrays of indices return copies, made later."""
 
 import numpy as np
 
@@ -21,7 +21,7 @@ def _basic(key):
 
 
 def _parts(key):
-    """Return the indices as NumPy takes them, and whether a mask is among them."""
+    """Return the indices in NumPy's form, and whether a mask is among them."""
     parts = key if isinstance(key, tuple) else (key,)
     hosts, masks = [], False
     for part in parts:
@@ -50,7 +50,7 @@ def get(array, key):
     """Return ``array[key]``."""
     if _basic(key):
         parts = key if isinstance(key, tuple) else (key,)
-        # With an ellipsis NumPy gives a view also where all axes have an integer.
+        # With an ellipsis, NumPy returns a view even if all axes have an integer.
         if not any(part is Ellipsis for part in parts):
             parts = (*parts, Ellipsis)
         return _core.wrap(array._host[parts], array)
@@ -107,7 +107,7 @@ def put(array, key, value):
 
 
 def viewed(array, function, *args, **kwargs):
-    """Return what a function of NumPy gives as a view, or as a copy made later."""
+    """Return the result of a NumPy function as a view, or as a copy made later."""
     host = function(array._host, *args, **kwargs)
     if not array.size or np.may_share_memory(host, array._host):
         return _core.wrap(host, array)

@@ -1,7 +1,7 @@
-"""The state that NCCL's communicators of several processes share: a file in memory.
+"""The state that the processes of an NCCL communicator share: a memory file.
 
-A row of 64 numbers per rank (of which only that rank writes), one slot per rank for
-collectives and one per pair of ranks for messages. Everybody polls.
+The file has a row of 64 numbers per rank, which only this rank writes, one slot per
+rank for collectives, and one per pair of ranks for messages. All ranks poll the file.
 """
 
 import fcntl
@@ -27,7 +27,7 @@ _created = []
 
 
 class Lost(Exception):
-    """The communicator was aborted, or is not what this rank was told."""
+    """The communicator was aborted, or its id belongs to another communicator."""
 
     def __init__(self, status):
         self.status = status
@@ -35,7 +35,7 @@ class Lost(Exception):
 
 
 def new_id():
-    """Make the file of a communicator; it lives as long as this process."""
+    """Make the file of a communicator; it exists as long as this process."""
     fd = os.memfd_create("standin-nccl")
     os.ftruncate(fd, 4096)
     _created.append(fd)
@@ -57,7 +57,7 @@ def _open(unique_id):
 
 
 class Shared:
-    """One rank's view of the file."""
+    """The mapping of the file on one rank."""
 
     def __init__(self, unique_id, size, rank, bus_id, seconds):
         self.size = size
@@ -94,7 +94,7 @@ class Shared:
         if not numbers[0]:
             numbers[0] = self.size
         same = int(numbers[0]) == self.size
-        # Closing the descriptor gives the lock up.
+        # Closing the descriptor releases the lock.
         os.close(fd)
         if not same:
             raise Lost(4)
@@ -105,12 +105,12 @@ class Shared:
         self.passed = parts[4].view(np.int64).reshape(self.size, self.size, 2)
 
     def one_device_each(self):
-        """Tell whether all ranks have different devices."""
+        """Return whether all ranks have different devices."""
         devices = self.rows[:, _DEVICE : _DEVICE + 2].tolist()
         return len({tuple(device) for device in devices}) == self.size
 
     def connect(self, number, stuck):
-        """Wait until all ranks connect for an algorithm; raise when one is gone."""
+        """Wait until all ranks connect for an algorithm; raise if a rank has left."""
         self.rows[self.rank, _CONNECTED + number] = not stuck
         while not self.rows[:, _CONNECTED + number].all():
             self.check()
@@ -119,9 +119,9 @@ class Shared:
             time.sleep(0.0005)
 
     def leave(self):
-        """Tell the others that this rank is gone; wait until they are.
+        """Notify the other ranks that this rank leaves; wait until they leave, too.
 
-        A rank that aborts does not wait for those whose processes have died.
+        A rank that aborts does not wait for ranks whose processes have died.
         """
         self.rows[self.rank, _GONE] = 1
         for row in self.rows:
@@ -131,7 +131,7 @@ class Shared:
                 time.sleep(0.0005)
 
     def check(self):
-        """Stop an operation that was aborted; note ranks that are gone."""
+        """Stop an operation that was aborted; record ranks that have died."""
         if self.aborted or _queues.ending():
             raise Lost(0)
         now = time.monotonic()
@@ -142,7 +142,7 @@ class Shared:
                     self.lost = 6
 
     def meet(self):
-        """Wait until all ranks have come here; yields while it waits."""
+        """Wait until all ranks have called this; yield during the wait."""
         steps = self.rows[:, _STEP]
         steps[self.rank] += 1
         mine = int(steps[self.rank])
@@ -151,7 +151,7 @@ class Shared:
             yield
 
     def agree(self, call):
-        """Compare what the ranks have called; NCCL itself would not notice."""
+        """Compare the calls of all ranks, which NCCL itself does not compare."""
         end = _CALL + len(call)
         self.rows[self.rank, _CALL:end] = call
         yield from self.meet()
@@ -161,7 +161,7 @@ class Shared:
             raise Lost(5)
 
     def send(self, data, peer):
-        """Pass bytes to another rank."""
+        """Send bytes to another rank."""
         box, passed = self.boxes[self.rank, peer], self.passed[self.rank, peer]
         for start in range(0, max(data.nbytes, 1), SLOT):
             part = data[start : start + SLOT]
@@ -170,13 +170,13 @@ class Shared:
                 yield
             box[: part.nbytes] = part
             passed[0] += 1
-        # A message counts as sent when it has arrived: NCCL promises no buffer.
+        # A message counts as sent when it has arrived, because NCCL promises no buffer.
         while passed[0] != passed[1]:
             self.check()
             yield
 
     def receive(self, data, peer):
-        """Take bytes from another rank."""
+        """Receive bytes from another rank."""
         box, passed = self.boxes[peer, self.rank], self.passed[peer, self.rank]
         for start in range(0, max(data.nbytes, 1), SLOT):
             part = data[start : start + SLOT]
@@ -188,7 +188,7 @@ class Shared:
 
 
 def run_together(chains):
-    """Run chains of generators side by side, each chain in its order."""
+    """Run chains of generators at the same time, each chain in its order."""
     waiting = [list(chain) for chain in chains]
     tries = 0
     while waiting:

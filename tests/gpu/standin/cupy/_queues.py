@@ -1,8 +1,8 @@
-"""The streams' threads: work runs in order, later, and errors show at a wait.
+"""The threads of streams: work runs in order, later, and a wait raises its errors.
 
-A queue is what a stream, given by its pointer, does. The legacy default stream of a
-device waits for its blocking streams and they for it, as CUDA says; every wait is for
-work that was submitted before, so that no circle can come about.
+A queue does the work of a stream, which is found by its pointer. The legacy default
+stream of a device waits for blocking streams, and these wait for it, as in CUDA. Every
+wait is for work that was submitted before, so that no deadlock is possible.
 """
 
 import atexit
@@ -27,17 +27,18 @@ _queues = {}
 _null = {}
 _retired = []
 _errors = collections.defaultdict(list)
-# Faults of kernels, by device: nothing can be done on it any more, in this process.
+# Kernel faults by device: after a fault, each call on this device fails in this
+# process.
 _deaths = {}
 _freed = collections.deque()
 _current = threading.local()
 _ending = threading.Event()
-# A driver lets the host wait once about as much work lies in a stream.
+# A driver makes the host wait when a stream has about this much work.
 _MOST_WAITING = 1024
 
 
 class Queue:
-    """The work of one stream, done by one thread."""
+    """The work of one stream, which one thread does."""
 
     def __init__(self, device, blocking=True, ptr=None, flags=0, priority=0):
         self.device = device
@@ -113,7 +114,7 @@ class Queue:
                 if getattr(exc, "status", 0) == MISALIGNED_ADDRESS:
                     _deaths[self.device] = exc.status
                 _errors[self.device].append(exc)
-            # Nothing here may keep memory alive while the thread sleeps.
+            # No reference here may keep memory alive while the thread sleeps.
             del work, needs
             with self.changed:
                 self.works.popleft()
@@ -121,37 +122,37 @@ class Queue:
                 self.changed.notify_all()
 
     def wait_ticket(self, ticket):
-        """Wait until the work with this ticket and all before it have run."""
+        """Wait until the work with this ticket, and all earlier work, has run."""
         with self.changed:
             while self.completed < ticket and not _ending.is_set():
                 self.changed.wait(0.1)
 
     def needed(self):
-        """Return what a wait for this stream waits for: queues and tickets."""
+        """Return the queues and tickets that a wait for this stream has to wait for."""
         with _order:
             return [*self._needs(), (self, self.submitted)]
 
     def done(self):
-        """Tell whether all that was submitted has run."""
+        """Return whether all submitted work has run."""
         return all(queue.completed >= ticket for queue, ticket in self.needed())
 
     def drain(self):
-        """Wait for all that was submitted, then raise what went wrong in it."""
+        """Wait for all submitted work, then raise its first error."""
         for queue, ticket in self.needed():
             queue.wait_ticket(ticket)
         raise_errors(self.device)
 
     def close(self):
-        """Let the thread end after the work that was submitted."""
+        """End the thread after the submitted work."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
 
 
 def settle_freed():
-    """Do what giving memory back to the pool means, for all that was freed."""
-    # Memory that was given back to the pool belongs to whatever its stream does next:
-    # another stream that still uses it would read what that next operation wrote.
+    """Return freed memory to the pool: update its counts, and overwrite the memory."""
+    # Memory that was returned to the pool belongs to the next operation of its stream.
+    # Another stream that still uses it would read the data of this operation.
     while _freed:
         try:
             queue, raw, settle = _freed.popleft()
@@ -171,21 +172,22 @@ class _Poison:
 
 
 def give_back(queue, raw, settle):
-    """Take pool memory that Python has freed; the collector may call it anywhere.
+    """Queue pool memory that Python has freed; the garbage collector may call this.
 
-    Therefore the books are not changed here: ``settle`` does it at the next operation.
+    The call may come anywhere, so no count changes here: the next operation
+    calls ``settle``.
     """
     _freed.append((queue, raw, settle))
 
 
 def check_life(device):
-    """Raise what has ended the context of this process on a device."""
+    """Raise the fault that has ended this process's context on a device, if any."""
     if device in _deaths:
         raise CUDARuntimeError(_deaths[device])
 
 
 def status_of(device):
-    """Return the number of what has ended the context of this process, or 0."""
+    """Return the status that has ended this process's context on a device, or 0."""
     return _deaths.get(device, 0)
 
 
@@ -205,7 +207,7 @@ def raise_errors(device):
 
 
 def visible():
-    """Return the physical numbers of the visible devices; raise without any."""
+    """Return the physical numbers of the visible devices; raise if there are none."""
     if _standin.driver_version() < 12000:
         raise CUDARuntimeError(INSUFFICIENT_DRIVER)
     devices = _standin.physical_devices()
@@ -244,7 +246,7 @@ def new_queue(blocking, flags=0, priority=0):
 
 
 def find_queue(ptr):
-    """Return the stream with this pointer; 0 is the current device's default."""
+    """Return the stream with this pointer; 0 and 1 are the device's default stream."""
     if ptr in {0, 1}:
         return null_queue(current_device())
     if ptr == 2:
@@ -264,7 +266,7 @@ def _per_thread():
 
 
 def remove_queue(ptr):
-    """Destroy a stream; its work still runs."""
+    """Destroy a stream; its submitted work still runs."""
     queue = _queues.pop(ptr, None)
     if queue is None:
         raise CUDARuntimeError(INVALID_HANDLE)
@@ -274,7 +276,7 @@ def remove_queue(ptr):
 
 
 def _streams():
-    """Return the streams that exist, or still have work after their end."""
+    """Return the streams that exist, or that were destroyed but still have work."""
     _retired[:] = [x for x in list(_retired) if x.completed < x.submitted]
     return [*list(_queues.values()), *_retired]
 
@@ -293,7 +295,7 @@ def drain_device(device):
 
 
 def ending():
-    """Tell whether the process ends, so that waits have to give up."""
+    """Return whether the process is ending, so that waits must stop."""
     return _ending.is_set()
 
 
@@ -304,5 +306,5 @@ def _end():
         thread = queue.thread
         queue.close()
         if thread is not None:
-            # A thread inside NumPy while the interpreter goes would crash it.
+            # A thread inside NumPy would crash while the interpreter ends.
             thread.join(2.0)

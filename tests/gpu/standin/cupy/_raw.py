@@ -1,4 +1,4 @@
-"""Kernels in CUDA C++, compiled by g++ and run as loops."""
+"""Kernels in CUDA C++, which g++ compiles, and which run as loops."""
 
 import ctypes
 import fcntl
@@ -47,7 +47,7 @@ def _folder():
 
 
 def _kernels(code):
-    """Return the names of the kernels that are no templates."""
+    """Return the names of the kernels that are not templates."""
     found = []
     for match in _KERNEL.finditer(code):
         before = code[: match.start()].rstrip()
@@ -76,14 +76,14 @@ def _library(code, definitions, expressions):
 
 def _compile(source, flags, path):
     with path.with_suffix(".lock").open("w") as lock:
-        # The ranks of a job need the same kernels: one compiles, the others wait.
+        # The ranks of a job need the same kernels: one rank compiles, the others wait.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             _compile_alone(source, flags, path)
 
 
 def _compile_alone(source, flags, path):
-    # Whoever is killed meanwhile leaves no half of a library.
+    # A process that is killed while it compiles leaves no partial library.
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         text = pathlib.Path(folder) / "kernel.cpp"
         text.write_text(source)
@@ -96,7 +96,7 @@ def _compile_alone(source, flags, path):
 
 
 def _definitions(options):
-    """Return the lines that the options for macros stand for."""
+    """Return the preprocessor lines for the macro options."""
     lines = []
     for option in options:
         text = option.replace("--define-macro=", "-D")
@@ -115,7 +115,7 @@ def _check_reachable(device):
 
 
 def _argument(value):
-    """Return an argument's bytes and what has to live until the kernel has run."""
+    """Return an argument's bytes, and an object to keep until the kernel has run."""
     if _submit.is_array(value):
         _check_reachable(value.data.device_id)
         return value.data.ptr.to_bytes(8, "little"), value._host
@@ -129,7 +129,7 @@ def _argument(value):
     raise TypeError(f"Unsupported type {type(value)}")
 
 
-# A NumPy scalar may be a Python one as well: the order of the tests matters.
+# The order of the tests matters, because a NumPy scalar may also be a Python scalar.
 _SCALARS = {
     np.generic: lambda value: value,
     bool: np.bool_,
@@ -205,7 +205,7 @@ def _check_type(name, value, kind):
 
 
 class RawKernel:
-    """One kernel."""
+    """A kernel of CUDA source code."""
 
     def __init__(
         self,
@@ -236,12 +236,12 @@ class RawKernel:
 
     @property
     def max_threads_per_block(self):
-        """The largest block with which the kernel can be launched."""
+        """The largest number of threads per block for this kernel."""
         return 1024
 
     @property
     def attributes(self):
-        """What the compiler tells of the kernel."""
+        """The properties of the kernel that the compiler reports."""
         return {"max_threads_per_block": self.max_threads_per_block}
 
     def compile(self, log_stream=None):
@@ -253,7 +253,7 @@ class RawKernel:
 
 
 class RawModule:
-    """Kernels of one source."""
+    """Several kernels of one source."""
 
     def __init__(
         self,
@@ -304,8 +304,8 @@ def _function(code, options, expressions, name):
     library, names = _library(code, _definitions(options), expressions)
     if name not in names:
         raise CUDADriverError(f"CUDA_ERROR_NOT_FOUND: named symbol not found: {name}")
-    # Loaded when it is first wanted, which may wait for all that the device does (CUDA
-    # C++ Programming Guide, section "Lazy Loading").
+    # A kernel is loaded at its first use, which may wait for all work of the device
+    # (CUDA C++ Programming Guide, section "Lazy Loading").
     _queues.drain_device(_queues.current_device())
     return _Function(library, names[name], name)
 

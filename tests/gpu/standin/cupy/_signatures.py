@@ -180,7 +180,7 @@ table = _table()
 
 
 def check(name, args, kwargs):
-    """Raise what CuPy's function raises for arguments that it does not take."""
+    """Raise the error of CuPy's function for arguments that it does not accept."""
     if name in table:
         try:
             table[name].bind(*args, **kwargs)

@@ -1,11 +1,11 @@
 """Counters and switches of the stand-in: not part of CuPy's interface.
 
-Tests read ``cupy._standin.counts``. The variables of the environment are read once:
+Tests read ``cupy._standin.counts``. These variables of the environment are read once:
 ``HPCSTRAT_STANDIN_DELAY`` (longest random delay before an operation, in seconds),
-``HPCSTRAT_STANDIN_SEED`` (of those delays), ``HPCSTRAT_STANDIN_DEVICES`` (number of
-devices of the machine), ``HPCSTRAT_STANDIN_NO_DEVICE`` (1: a machine without any),
-``HPCSTRAT_STANDIN_DRIVER`` (the driver's version, such as 12090; 0: there is none);
-those of NCCL stand in ``cuda/nccl.py``.
+``HPCSTRAT_STANDIN_SEED`` (seed of these delays), ``HPCSTRAT_STANDIN_DEVICES`` (number
+of devices of the machine), ``HPCSTRAT_STANDIN_NO_DEVICE`` (1: a machine without
+devices), ``HPCSTRAT_STANDIN_DRIVER`` (the driver's version, such as 12090; 0: there is
+none); ``cuda/nccl.py`` describes those of NCCL.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ _lock = threading.Lock()
 
 @dataclasses.dataclass
 class Counts:
-    """What this process has asked of its devices since the last ``reset``.
+    """Counts of this process's calls for devices since the last ``reset``.
 
     Attributes
     ----------
@@ -35,11 +35,11 @@ class Counts:
     operations : int
         Array operations of the stand-in itself (CuPy launches kernels for them).
     stream_synchronizations, device_synchronizations, event_synchronizations : int
-        Calls that made the host wait, implied ones (``int(array)``) included.
+        Calls that made the host wait, including implied waits (``int(array)``).
     host_to_device, device_to_host, device_to_device : int
         Copies.
     host_to_device_bytes, device_to_host_bytes, device_to_device_bytes : int
-        What they moved.
+        Bytes of these copies.
     pageable : int
         Copies between a device and host memory that is not page-locked.
     collectives : int
@@ -66,7 +66,7 @@ class Counts:
 
     @property
     def synchronizations(self) -> int:
-        """All three kinds of synchronization."""
+        """The sum of all three kinds of synchronization."""
         return (
             self.stream_synchronizations
             + self.device_synchronizations
@@ -99,7 +99,7 @@ def reset():
 
 
 def pause():
-    """Wait as long as a device may take to come to an operation."""
+    """Wait for a random time, like a device that is not ready at once."""
     with _lock:
         seconds = _random.random() * longest_delay
     if seconds > 0:
@@ -107,7 +107,7 @@ def pause():
 
 
 def driver_version():
-    """Return the version of CUDA that the driver is for; 0 without one."""
+    """Return the CUDA version that the driver supports; 0 without a driver."""
     return int(os.environ.get("HPCSTRAT_STANDIN_DRIVER", "12090"))
 
 
@@ -121,7 +121,7 @@ def physical_devices():
         return list(range(total))
     found = []
     for part in visible.split(","):
-        # CUDA takes the list up to the first entry that names no device.
+        # CUDA reads the list up to the first entry that names no device.
         text = part.strip()
         if not text.isdigit() or int(text) >= total:
             break

@@ -1,4 +1,4 @@
-"""Memory of the stand-in: who owns which addresses, on a device or page-locked."""
+"""Memory of the stand-in: the blocks of addresses on a device or page-locked."""
 
 import bisect
 import ctypes
@@ -62,7 +62,7 @@ def _remove(ptr, kinds):
 
 
 def find(ptr):
-    """Return the block that holds the address, or None."""
+    """Return the block that contains the address, or None."""
     with _lock:
         at = bisect.bisect_right(_starts, ptr) - 1
         if at < 0:
@@ -72,7 +72,7 @@ def find(ptr):
 
 
 def view(ptr, nbytes):
-    """Return the bytes at an address as an array, and their block or None."""
+    """Return the bytes at an address as an array, with their block or None."""
     block = find(ptr)
     if block is None:
         if nbytes and not ptr:
@@ -100,7 +100,7 @@ def _charge(device, nbytes):
 
 
 def used_bytes(device):
-    """Return how much of the device's memory this process has allocated."""
+    """Return the number of bytes of the device that this process has allocated."""
     _queues.settle_freed()
     return _used.get(device, 0)
 
@@ -114,21 +114,21 @@ def _plain(nbytes):
 
 
 def allocate_pool(nbytes, device):
-    """Allocate memory as CuPy's pool does."""
+    """Allocate memory like CuPy's pool."""
     _charge(device, nbytes)
     _standin.count("allocations")
     return _add(Block("pool", _plain(nbytes), device))
 
 
 def allocate_cuda(nbytes, device):
-    """Allocate memory as ``cudaMalloc`` does."""
+    """Allocate memory like ``cudaMalloc``."""
     _charge(device, nbytes)
     _standin.count("allocations")
     return _add(Block("cuda", _plain(nbytes), device))
 
 
 def free(block):
-    """Give a device block back; queued work keeps its memory."""
+    """Free a device block; queued work keeps its memory."""
     if _remove(block.ptr, {block.kind}) is None:
         raise CUDARuntimeError(INVALID_VALUE)
     with _lock:
@@ -136,7 +136,7 @@ def free(block):
 
 
 def free_pointer(ptr):
-    """Free what ``cudaMalloc`` returned."""
+    """Free memory that ``cudaMalloc`` returned."""
     if not ptr:
         return
     with _lock:
@@ -158,7 +158,7 @@ def free_pinned(ptr):
     block = _remove(ptr, {"pinned"})
     if block is None:
         raise CUDARuntimeError(INVALID_VALUE)
-    # The memory may be handed out again at once: no stream is waited for.
+    # The memory may be allocated again at once, because no stream is waited for.
     block.raw[:] = _standin.POISON
 
 

@@ -10,12 +10,12 @@ from cupy.cuda import runtime, stream
 
 
 def unsupported(value):
-    """Return the error for a value that CuPy does not take as an operand."""
+    """Return the error for a value that CuPy does not accept as an operand."""
     return TypeError(f"Unsupported type {type(value)}")
 
 
 def check_device(array):
-    """Refuse or warn of an array of another device, as CuPy does."""
+    """Raise or warn for an array of another device, like CuPy."""
     device = runtime.getDevice()
     if array.data.device_id == device or not array.size:
         return
@@ -33,12 +33,12 @@ def check_device(array):
 
 
 def is_array(value):
-    """Tell whether a value is one of CuPy's arrays."""
+    """Return whether a value is a CuPy array."""
     return hasattr(value, "_host")
 
 
 def each(value, change):
-    """Return ``value`` with ``change`` applied to what its containers hold."""
+    """Return ``value`` with ``change`` applied to the leaves of its containers."""
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return type(value)(each(item, change) for item in value)
     if isinstance(value, dict):
@@ -49,7 +49,7 @@ def each(value, change):
 
 
 def host(value):
-    """Return what NumPy works on for an argument; arrays must be CuPy's."""
+    """Return the NumPy operand for an argument; arrays must be CuPy's."""
     if is_array(value):
         check_device(value)
         return value._host
@@ -59,7 +59,7 @@ def host(value):
 
 
 def shadow(value):
-    """Return an argument of the same shape and type, with harmless contents."""
+    """Return an argument of the same shape and type, filled with zeros or ones."""
     if not isinstance(value, np.ndarray):
         return value
     if value.dtype.kind in "iub":
@@ -79,7 +79,7 @@ def _quiet(work):
 
 
 def plan(function, args, kwargs):
-    """Return what ``function`` gives for arguments with harmless contents."""
+    """Return the result of ``function`` for arguments filled with zeros or ones."""
     with np.errstate(all="ignore"):
         return function(*each(args, shadow), **each(kwargs, shadow))
 
@@ -97,13 +97,13 @@ def results(planned, new):
 
 
 class Targets:
-    """The memory of results, without the arrays that own it."""
+    """The memory of results, without references to the arrays that own it."""
 
     def __init__(self, arrays):
         self.hosts = each(arrays, lambda x: x._host if is_array(x) else x)
 
     def store(self, values):
-        """Copy what a function returned."""
+        """Copy the results of a function into the memory."""
         self._store(self.hosts, values)
 
     def _store(self, targets, values):
@@ -115,7 +115,7 @@ class Targets:
 
 
 def run(function, args, kwargs, new):
-    """Submit a function of NumPy; return its results, which are written later."""
+    """Submit a NumPy function; return its results, which are written later."""
     args, kwargs = each(args, host), each(kwargs, host)
     out = kwargs.get("out")
     made = results(plan(function, args, kwargs), new) if out is None else None
@@ -133,7 +133,7 @@ def run(function, args, kwargs, new):
 
 
 def run_now(function, args, kwargs, new):
-    """Synchronize, run a function whose results' shapes depend on the data."""
+    """Synchronize, then run a function whose results' shapes depend on the data."""
     args, kwargs = each(args, host), each(kwargs, host)
     stream._synchronize()
     with np.errstate(all="ignore"):

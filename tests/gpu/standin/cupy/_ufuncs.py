@@ -17,7 +17,7 @@ signbit sin sinh sqrt square subtract tan tanh true_divide trunc
 
 
 class ufunc:
-    """One of NumPy's universal functions on CuPy arrays."""
+    """A universal function of NumPy on CuPy arrays."""
 
     def __init__(self, function, name):
         self._function = function
@@ -80,7 +80,7 @@ class ufunc:
         return made[0] if self.nout == 1 else tuple(made)
 
     def _types(self, hosts, targets, kinds):
-        # One element of each operand tells the types of the results.
+        # Compute with one element of each operand to find the types of the results.
         ones = [
             np.ones((), value.dtype) if isinstance(value, np.ndarray) else value
             for value in hosts
@@ -103,7 +103,7 @@ class ufunc:
         return made if out is None else out
 
     def accumulate(self, array, axis=0, dtype=None, out=None):
-        """Reduce along an axis, keeping what is in between."""
+        """Reduce along an axis, and return all intermediate results."""
         kwargs = {"axis": axis, "dtype": dtype}
         if out is not None:
             kwargs["out"] = out
@@ -111,11 +111,11 @@ class ufunc:
         return made if out is None else out
 
     def outer(self, A, B, **kwargs):
-        """Apply to all pairs of elements."""
+        """Apply the function to all pairs of elements."""
         return self(A[(...,) + (None,) * B.ndim], B, **kwargs)
 
     def at(self, a, indices, b=None):
-        """Change elements in place, one after the other where they repeat."""
+        """Change elements in place; apply repeated indices one after the other."""
         if self.__name__ not in {
             "add", "subtract", "maximum", "minimum",
             "bitwise_and", "bitwise_or", "bitwise_xor",

@@ -2,4 +2,4 @@
 
 
 class PerformanceWarning(RuntimeWarning):
-    """Something works, but slowly."""
+    """A warning about an operation that works, but slowly."""

@@ -1,4 +1,4 @@
-"""The part of ``cupyx`` that goes with the stand-in for CuPy."""
+"""The part of ``cupyx`` that belongs to the stand-in for CuPy."""
 
 import cupy
 import numpy as np
@@ -37,5 +37,5 @@ def zeros_like_pinned(a, dtype=None, order="K", subok=None, shape=None):
 
 
 def scatter_add(a, slices, value):
-    """Add at places that may repeat."""
+    """Add values at indices that may repeat."""
     a.scatter_add(slices, value)

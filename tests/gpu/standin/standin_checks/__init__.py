@@ -1,1 +1,1 @@
-"""Checks of the stand-in, each for a process of its own that has it on its path."""
+"""Checks of the stand-in; each runs in a process that has the stand-in on its path."""

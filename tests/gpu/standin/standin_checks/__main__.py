@@ -1,4 +1,4 @@
-"""Run one check by its name, or ``all`` the named ones; print what failed in each."""
+"""Run one check by its name, or several; print the failures of several as JSON."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ for module in (arrays, comparison, devices, processes):
 
 
 def main(names):
-    """Run checks; with one name, let its exception out."""
+    """Run checks; a single check may raise its exception."""
     if len(names) == 1:
         CHECKS[names[0]]()
         return

@@ -1,4 +1,4 @@
-"""Arrays, copies, functions, and what other libraries see."""
+"""Checks of arrays, copies, functions, and the interfaces for other libraries."""
 
 import numpy as np
 import pytest
@@ -188,7 +188,7 @@ def check_indexing():
 
 
 class Foreign:
-    """Another library's array."""
+    """Another library's array, exported through DLPack."""
 
     def __init__(self, array):
         self.array = array
@@ -201,13 +201,13 @@ class Foreign:
         import cupy as cp
 
         self.streams.append(stream)
-        # The producer's own current stream, which is CuPy's default one here.
+        # The producer's current stream, which is CuPy's default stream here.
         with cp.cuda.Stream.null:
             return self.array.__dlpack__(stream=stream)
 
 
 class Described:
-    """Another library's array, by the older protocol."""
+    """Another library's array, exported through the older CUDA array interface."""
 
     def __init__(self, array):
         self.__cuda_array_interface__ = array.__cuda_array_interface__
@@ -238,7 +238,7 @@ def check_interfaces():
     foreign = Foreign(array)
     array += 1
     with stream:
-        # The consumer's stream is told, and made to wait for the producer's.
+        # The consumer's stream is passed on, and waits for the producer's stream.
         result = cp.from_dlpack(foreign) * 2
         np.testing.assert_array_equal(result.get(), array.get() * 2)
     assert foreign.streams == [stream.ptr]

@@ -1,6 +1,6 @@
-"""The stand-in's names and parameters against CuPy's.
+"""The stand-in's names and parameters, compared with CuPy's.
 
-``check_describe`` runs with the stand-in; this file alone, as a program, with CuPy.
+``check_describe`` runs with the stand-in; this file, run as a program, uses CuPy.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def _members(value):
 
 
 def _parameters(value):
-    """Return a callable's parameters, or None: lists of name, kind, has default."""
+    """Return a callable's parameters as name, kind and has-default, or None."""
     if (getattr(value, "__module__", None) or "").startswith("numpy"):
         return None
     try:
@@ -61,7 +61,7 @@ def _parameters(value):
 
 
 def _documented(value):
-    """Read the parameters from the first line that Cython writes."""
+    """Return the parameters from the first docstring line, which Cython writes."""
     first = (getattr(value, "__doc__", None) or "").strip().partition("\n")[0]
     match = re.fullmatch(r"[\w.]+\((.*)\)(?: ->.*)?", first)
     if not match:
@@ -96,7 +96,7 @@ def check_describe():
 
 
 def _found(path):
-    """Return what CuPy has under a name of the stand-in; raise if nothing."""
+    """Return CuPy's object with a name of the stand-in; raise if there is none."""
     module, _, names = path.partition(":")
     value = importlib.import_module(module)
     for name in names.split("."):
@@ -105,7 +105,7 @@ def _found(path):
 
 
 def _problem(path, own):
-    """Return what is wrong with a name of the stand-in, or None."""
+    """Return the problem of a name of the stand-in, or None."""
     try:
         value = _found(path)
     except AttributeError:
@@ -114,13 +114,13 @@ def _problem(path, own):
     if own is None or theirs is None or any(kind == "*" for _, kind, _ in theirs):
         return None
     if type(value).__name__ == "ufunc":
-        # CuPy's ufuncs take a mask; their documentation does not say so.
+        # CuPy's ufuncs accept ``where``, although their documentation does not say it.
         own = [one for one in own if one[0] != "where"]
     return _difference(own, theirs)
 
 
 def _difference(own, theirs):
-    """Compare parameters: the stand-in may have fewer, all else has to agree."""
+    """Return a difference of parameters, or None; the stand-in may have fewer."""
     by_name = {name: default for name, _, default in theirs}
     order = [name for name, kind, _ in theirs if kind == "p"]
     mine = [name for name, kind, _ in own if kind == "p"]

@@ -1,4 +1,4 @@
-"""Streams, events, memory, kernels and devices."""
+"""Checks of streams, events, memory, kernels and devices."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ def check_poison():
     array = cp.full(1000, 7, dtype=np.uint8)
     seen = set()
     for _ in range(10):
-        # The host looks at the device's memory without any synchronization.
+        # Read the device's memory from the host without synchronization.
         seen.add(int(array._host[500]))
         array.fill(7)
     assert 0xCB in seen
@@ -62,7 +62,7 @@ def check_legacy_stream():
         array = cp.zeros(10)
         for _ in range(10):
             array += 1
-    # The default stream waits for blocking streams, and they for it.
+    # The default stream waits for blocking streams, and these wait for it.
     array += 1
     with blocking:
         result = array * 2
@@ -70,7 +70,7 @@ def check_legacy_stream():
     with blocking:
         for _ in range(10):
             array += 1
-    # Also for what a stream that is gone has left to do.
+    # The default stream also waits for the work of a deleted stream.
     del blocking
     assert array.get().tolist() == [21] * 10
 
@@ -124,7 +124,7 @@ def check_death_of_a_context():
     kernel((1,), (1,), (memory[1:],))
     with pytest.raises(error, match="misaligned address"):
         cp.cuda.Stream.null.synchronize()
-    # For good, also for what was well before.
+    # The error stays: events recorded before the fault fail, too.
     assert cp.cuda.runtime.eventQuery(event.ptr) == 716
     with pytest.raises(error, match="misaligned address"):
         memory.get()
@@ -163,7 +163,7 @@ def check_freed_memory():
         array = cp.zeros(4, np.uint8)
         for _ in range(10):
             array += 1
-        # Later operations of the same stream come after the use of freed memory.
+        # Later operations of the same stream run after the use of the freed memory.
         result = (array * 1) + 0
         before = pool.used_bytes()
         del array
@@ -175,7 +175,8 @@ def check_freed_memory():
         for _ in range(30):
             result += 0
         copied = shared + 0
-    # The default stream may use the memory again: nothing made it wait for the side.
+    # The default stream may reuse the memory, because it does not wait for the side
+    # stream.
     del shared
     other = cp.zeros(4)
     cp.cuda.Stream.null.synchronize()

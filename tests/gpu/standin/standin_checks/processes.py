@@ -1,4 +1,4 @@
-"""Tests of all that processes share: memory, events, communicators."""
+"""Checks of objects that processes share: memory, events, communicators."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ import pytest
 
 @contextlib.contextmanager
 def peer(check):
-    """Start the other side of a check, which reads lines from this one."""
+    """Start the peer process of a check, which reads lines from this process."""
     process = subprocess.Popen(
         [sys.executable, "-W", "error", "-m", "standin_checks", check],
         stdin=subprocess.PIPE,
@@ -28,13 +28,13 @@ def peer(check):
 
 
 def tell(process, *values):
-    """Write a line for the other side."""
+    """Write a line to the peer process."""
     process.stdin.write(" ".join(map(str, values)) + "\n")
     process.stdin.flush()
 
 
 def hear(stream):
-    """Read a line of the other side."""
+    """Read a line from the peer process."""
     return stream.readline().split()
 
 
@@ -46,7 +46,7 @@ def _communicate(rank, unique_id):
     comm = nccl.NcclCommunicator(2, unique_id, rank)
     assert (comm.rank_id(), comm.size()) == (rank, 2)
     stream = cp.cuda.Stream(non_blocking=True)
-    # More than one slot, and no multiple of it.
+    # The length needs more than one slot, and is not a multiple of a slot.
     length = 100_003
     with stream:
         own = cp.arange(length, dtype=np.float32) + rank
@@ -80,7 +80,7 @@ def _communicate(rank, unique_id):
     host = np.zeros(3)
     with pytest.raises(nccl.NcclError, match="INVALID_ARGUMENT"):
         comm.allReduce(host.ctypes.data, host.ctypes.data, 3, 8, 0, 0)
-    # One rank alone: the work waits until it is aborted.
+    # Only one rank makes this call, so its work waits until it is aborted.
     if rank == 0:
         with stream:
             comm.allReduce(own.data.ptr, own.data.ptr, length, single, 0, at)
@@ -107,7 +107,7 @@ def check_nccl_second():
     _communicate(1, bytes.fromhex(hear(sys.stdin)[0]))
 
 
-# Of NCCL, and whether it is told to let ranks share a device.
+# NCCL's version, and the variable that lets ranks share a device.
 VERSIONS = [("22809", "1"), ("23001", "0"), ("23001", "1")]
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints on every rank: what was saved comes back on any number of replicas.
+"""Checkpoints on every rank: saved values are restored on any number of replicas.
 
 Jobs of other sizes are strategies over the first ranks of this job.
 """
@@ -21,16 +21,16 @@ pytestmark = pytest.mark.files
 
 
 def _contribution(kind: str, dtype: str, replica: int) -> Any:
-    """Return what a replica puts into a variable of shape (2, 3)."""
+    """Return the value that a replica assigns to a variable of shape (2, 3)."""
     own = signs(2, 3) * (1 if kind == "mirrored" else replica + 1)
     if dtype == "int64":
-        # The sum over replicas has a remainder and does not fit float64.
+        # The sum over replicas is not divisible by their number, and exceeds float64.
         return np.arange(6).reshape(2, 3) * own + own * (2**54 + 1)
     return ((np.arange(6).reshape(2, 3) + 0.1) * own).astype(dtype)
 
 
 def _logical(kind: str, dtype: str, count: int) -> Any:
-    """Return the value of the variable, by NumPy in one process."""
+    """Return the expected value of the variable, computed by NumPy in one process."""
     parts = [_contribution(kind, dtype, replica) for replica in range(count)]
     return parts[0] if kind == "mirrored" else combined(kind, parts)
 
@@ -38,7 +38,7 @@ def _logical(kind: str, dtype: str, count: int) -> Any:
 def _check_restored(
     kind: str, variable: Any, value: Any, tolerance: float, strategy: Any
 ) -> None:
-    """Check this replica's component against the rule for its kind."""
+    """Check this replica's component against the rule for the kind of variable."""
     count, replica = strategy.num_replicas_in_sync, strategy.replica_id
     component = variable.component
     if kind != "sum":
@@ -250,7 +250,7 @@ def test_structures_and_names_beyond_ascii(strategy: Any, folder: Path) -> None:
 
 
 class Training:
-    """A small model that is trained with momentum on a shuffled data set."""
+    """A small model that is trained with momentum on a shuffled dataset."""
 
     def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
@@ -263,12 +263,12 @@ class Training:
         self.data = strategy.experimental_distribute_dataset(dataset)
 
     def manager(self, folder: Path) -> Any:
-        """Return what saves all of it."""
+        """Return a checkpoint manager that saves all of the training state."""
         objects = {"w": self.w, "seen": self.seen, "optimizer": self.optimizer}
         return hs.CheckpointManager(folder, data=self.data, **objects)
 
     def train(self, batches: Iterator[Any], steps: int) -> None:
-        """Do some steps; the gradient depends on the weights."""
+        """Train for some steps; the gradient depends on the weights."""
 
         def step(batch: Any) -> None:
             gradient = (batch * self.w.value()).sum(axis=0, dtype=np.float32)
@@ -279,7 +279,7 @@ class Training:
             self.strategy.run(step, args=(next(batches),))
 
     def state(self) -> dict[str, bytes]:
-        """Return everything that must come out the same, bit for bit."""
+        """Return all state that must be equal, bit for bit."""
         with self.strategy.scope():
             found = {"w": self.w.numpy(), "seen": self.seen.numpy()}
         for name, variable in self.optimizer.checkpoint_variables().items():
@@ -291,7 +291,7 @@ class Training:
 def test_training_goes_on_bit_for_bit(
     make_strategy: Callable[..., Any], folder: Path
 ) -> None:
-    """Optimizer state that does not exist yet at the restore is among it."""
+    """Also restore optimizer state that is only created after the restore."""
     strategy = make_strategy()
     first, second, built = (Training(strategy) for _ in range(3))
     batches = iter(first.data)

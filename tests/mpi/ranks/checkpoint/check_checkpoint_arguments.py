@@ -1,4 +1,4 @@
-"""Wrong arguments, missing memory and odd folders of one rank, seen on every rank."""
+"""Wrong arguments, missing memory and bad folders of one rank, seen on every rank."""
 
 from __future__ import annotations
 
@@ -123,12 +123,12 @@ def test_links_that_lead_nowhere_do_not_stop_saves(
         make(path)
     job.Barrier()
     with warnings_of_checkpoints() as said:
-        # Before, in place of, and after that step.
+        # Links before, at, and after that step.
         for step in (1, 7, 8):
             assert manager.save(step) == str(folder / f"ckpt-{step:010d}.h5")
             assert manager.restore() == step
     counts = job.allgather(len(said))
-    # One for the restore of step 1.
+    # One warning, for the restore of step 1.
     assert sum(counts) == 1, said
     job.Barrier()
     if job.rank == 0:
@@ -137,7 +137,7 @@ def test_links_that_lead_nowhere_do_not_stop_saves(
 
 @contextmanager
 def _descriptors(count: int) -> Iterator[None]:
-    """Leave so many descriptors to this process."""
+    """Limit this process to ``count`` further file descriptors."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[0]), before[1]))
     held: list[int] = []
@@ -185,7 +185,7 @@ def test_without_descriptors_all_ranks_raise_or_none(
 
 
 class _Generator:
-    """A program's own object, with plain state."""
+    """An object of the program with plain state, an integer."""
 
     def __init__(self, state: int) -> None:
         self._state = state
@@ -208,6 +208,6 @@ def test_plain_state_that_differs_between_replicas_is_refused_on_all(
     with pytest.raises(hs.CollectiveError, match="'own' on every replica") as caught:
         manager.save(1)
     assert caught.value.ranks == tuple(range(1, job.size))
-    # Nothing is left behind, and the program may go on.
+    # The refused save leaves no file, and the program can continue.
     assert not listed(folder)
     hs.CheckpointManager(folder, x=x, same=same).save(1)

@@ -1,6 +1,7 @@
-"""Checkpoints of N replicas, restored and saved by M, and restored by K: nothing lost.
+"""Checkpoints of N replicas, restored and saved by M, and restored by K.
 
-Jobs of other sizes are strategies over the first ranks of this job.
+The tests check that no value is lost. Jobs of other sizes are strategies over the first
+ranks of this job.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.once
 
 INTEGERS = ("int8", "uint8", "int32", "int64", "uint64")
 FLOATS = ("float32", "float64", "complex128")
-# What a variable is: its kind, type and shape.
+# A variable is drawn as its kind, type and shape.
 SHAPES = st.sampled_from([(), (1,), (7,), (0, 3), (2, 5), (3, 1, 4)])
 ONES = st.tuples(
     st.sampled_from(("mirrored", "only_first_replica", "none")),
@@ -38,11 +39,12 @@ EXAMPLES = settings(
     max_examples=6 if SHORT else 12,
     deadline=None,
     derandomize=True,
-    # Ranks that look for a simpler example would do so each in its own way.
+    # Hypothesis must not shrink examples, because each rank would shrink in its own
+    # way.
     phases=[Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-# Of jobs of any size up to four; larger ones than this job are left out.
+# The sizes of three jobs in a row. Sizes above the size of this job wrap around.
 SIZES = st.tuples(*[st.integers(1, 4)] * 3)
 
 
@@ -51,7 +53,7 @@ def _sizes(sizes: tuple[int, ...], job: Any) -> list[int]:
 
 
 def _parts(what: tuple[str, str, Any], count: int, seed: int) -> Any:
-    """Return a value for each replica, of which the sum does not overflow."""
+    """Return a value for each replica; the sum of the values does not overflow."""
     kind, name, shape = what
     draw, dtype = np.random.default_rng(seed), np.dtype(name)
     rows = 1 if kind in ("mirrored",) else count
@@ -68,7 +70,7 @@ def _parts(what: tuple[str, str, Any], count: int, seed: int) -> Any:
 
 
 def _restored(kind: str, rows: Any, total: Any, count: int, policy: str) -> Any:
-    """Return what each of some replicas gets: rows, or what the variable said."""
+    """Return the value that each of ``count`` replicas must restore."""
     if kind == "none":
         saved = len(rows)
         if saved == count:
@@ -79,7 +81,7 @@ def _restored(kind: str, rows: Any, total: Any, count: int, policy: str) -> Any:
     if kind != "sum":
         return np.stack([total] * count)
     if total.dtype.kind in "iu":
-        # Integers of any size: what NumPy does with a narrow one does not matter.
+        # Compute in Python integers, because NumPy's narrow integers could overflow.
         whole = total.astype(object)
         shares = [whole // count + (r < whole % count) for r in range(count)]
         return np.stack([np.asarray(s, object).astype(total.dtype) for s in shares])
@@ -87,7 +89,7 @@ def _restored(kind: str, rows: Any, total: Any, count: int, policy: str) -> Any:
 
 
 def _logical(kind: str, rows: Any) -> Any:
-    """Return the value of a variable, by NumPy in one process."""
+    """Return the value of a variable, computed by NumPy in one process."""
     if kind in ("mirrored", "only_first_replica"):
         return rows[0]
     if kind == "mean":
@@ -124,9 +126,9 @@ def test_values_survive_chains_of_other_numbers_of_replicas(
         totals, wrong = None, []
         if (strategy := strategies.get(count)) is not None:
             totals, wrong = _visit(strategy, place, hop, wanted, rows, policy)
-        # All ranks fail together, and do it again together.
+        # All ranks fail together, so that Hypothesis repeats the example on all ranks.
         assert not any(job.allgather(wrong)), (counts, hop)
-        # Replica 0 is in every strategy.
+        # Replica 0 knows the totals, because it is in every strategy.
         totals = job.bcast(totals)
         if hop + 1 < len(counts):
             for k, what in enumerate(wanted):
@@ -140,7 +142,7 @@ def test_values_survive_chains_of_other_numbers_of_replicas(
 def _visit(
     strategy: Any, place: Path, hop: int, wanted: list[Any], rows: Any, policy: str
 ) -> tuple[list[Any], list[Any]]:
-    """Fill or restore variables, and save; return their values and what differs."""
+    """Fill or restore variables, and save; return their values and the differences."""
     wrong = []
     with strategy.scope():
         made = [
@@ -166,7 +168,7 @@ def _visit(
 
 
 def _next(what: Any, rows: Any, total: Any, count: int, policy: str) -> Any:
-    """Check what a variable said, and return what is to be restored."""
+    """Check the value of a variable, and return the values to restore next."""
     kind, name, _ = what
     if kind != "none":
         logical = _logical(kind, rows)
@@ -200,7 +202,7 @@ def test_integer_totals_survive_chains_exactly(
                 manager.restore()
             else:
                 fill(x, first[strategy.replica_id])
-            # What comes between two saves counts once, wherever it is added.
+            # A value added between two saves counts once, whichever replica adds it.
             if strategy.replica_id == count - 1:
                 x.component[...] += hop
             manager.save(hop, overwrite=True)
@@ -239,7 +241,7 @@ def test_rows_of_a_data_set_are_seen_once_over_chains(
             manager = hs.CheckpointManager(folder, x=x, data=data)
             if hop:
                 manager.restore()
-            # The last one reads to the end of the second epoch.
+            # The last job reads to the end of the second epoch.
             left = steps[hop] if hop < len(steps) else num_rows
             while left and data.epoch < len(epochs):
                 epoch = data.epoch
@@ -247,7 +249,7 @@ def test_rows_of_a_data_set_are_seen_once_over_chains(
                     seen.append((epoch, strategy.gather(rows, axis=0).tolist()))
                     left -= 1
             manager.save(hop, overwrite=True)
-        # Replica 0 is in every strategy.
+        # Replica 0 knows all rows, because it is in every strategy.
         for epoch, ids in job.bcast(seen):
             epochs[epoch] += ids
     for ids in epochs:
@@ -276,7 +278,7 @@ def test_streams_of_random_numbers_go_on_or_are_new(
             first = noise.generator.random(4).tobytes()
             common = noise.shared.random(4).tobytes()
             manager.save(hop, overwrite=True)
-            # What would be drawn next is what the next job goes on with.
+            # The numbers that this job would draw next are the first of the next job.
             following = noise.generator.random(4).tobytes()
             drawn = (first, following, common, noise.shared.random(4).tobytes())
         found = [one for one in job.allgather(drawn) if one is not None]
@@ -284,7 +286,7 @@ def test_streams_of_random_numbers_go_on_or_are_new(
         firsts = [one[0] for one in found]
         assert firsts[: len(expected)] == expected[:count]
         assert {one[2] for one in found} == {shared or found[0][2]}
-        # No stream is another's, nor one that was drawn before.
+        # No stream equals another stream, or a stream that was drawn before.
         everything += firsts
         assert len(set(everything)) == len(everything)
         expected, shared = [one[1] for one in found], found[0][3]

@@ -1,4 +1,4 @@
-"""Saves and restores take turns with the same memory, and with the disk."""
+"""Saves and restores share memory and the disk in turn."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LIMIT_SECONDS = 40.0
 
 
 def _variable(strategy: Any, job: Any) -> hs.Variable:
-    """Return one of which every rank has several blocks."""
+    """Return a variable so large that every rank has several blocks of it."""
     with strategy.scope():
         return hs.Variable(np.zeros((3 * job.size) << 17))
 
@@ -93,7 +93,7 @@ def test_memory_of_an_interrupted_restore_is_left_to_its_threads(
     def interrupt(self: Any, seconds: float | None = None) -> None:
         raise KeyboardInterrupt
 
-    # On all ranks, as the launcher does it.
+    # Interrupt all ranks, because the launcher sends its signal to all of them.
     with monkeypatch.context() as patch:
         patch.setattr(commit_record, "read_into", late)
         patch.setattr(parallel_read.threading.Thread, "join", interrupt)
@@ -114,7 +114,7 @@ def test_writes_are_spread_until_somebody_waits(
     strategies: dict[int, Any], folder: Path, job: Any
 ) -> None:
     x = _variable(strategies[job.size], job)
-    # Too slow for the test.
+    # A write bandwidth so low that the save would take an hour.
     manager = hs.CheckpointManager(
         folder, max_write_bandwidth=x.component.nbytes / 3600, x=x
     )
@@ -122,7 +122,8 @@ def test_writes_are_spread_until_somebody_waits(
     time.sleep(0.2)
     assert manager.save(2, asynchronous=True, on_busy="skip") is None
     manager.wait()
-    # Nobody is kept by it where all wait anyway.
+    # A save without ``asynchronous`` is not slowed down, because the program waits for
+    # it.
     manager.save(3)
     with manager:
         manager.save(4, asynchronous=True)
@@ -143,7 +144,7 @@ def test_errors_end_spread_writes(
     with monkeypatch.context() as patch:
         patch.setattr(part_writer, "write_all", full)
         manager.save(1, asynchronous=True)
-        # Nobody waits.
+        # Save without waiting for the earlier save.
         with pytest.raises(CheckpointError, match="No space left"):
             _save_when_not_busy(manager, 2)
     assert manager.checkpoints == []
@@ -273,7 +274,7 @@ def test_spread_writes_go_on_without_another_call(
     began = time.perf_counter()
     manager.save(1, asynchronous=True)
     _save_when_not_busy(manager, 2)
-    # The last of three blocks, or of more, begins when two thirds are over.
+    # The last of three or more blocks begins after two thirds of the time.
     assert time.perf_counter() - began > 0.4
     manager.close()
 
@@ -297,7 +298,7 @@ def test_saves_are_skipped_while_old_ones_are_freed(
     path = Path(manager.save(1, asynchronous=True))
     assert wait_until(path.exists, _LIMIT_SECONDS)
     assert manager.save(2, asynchronous=True, on_busy="skip") is None
-    # Who waits for the checkpoint does not wait for that hour.
+    # ``wait`` waits for the checkpoint, but not for the hour of freeing memory.
     manager.wait()
     assert manager.save(3, asynchronous=True, on_busy="skip") is not None
     manager.close()

@@ -1,4 +1,4 @@
-"""Chains of data sets on replicas: each sample once, in order, on any number."""
+"""Chains of datasets on replicas: each sample once, in order, on any number of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.rule
 
 
 def make(seed: int) -> Any:
-    """Draw a chain; the same on every rank, and each time that it is called."""
+    """Return a random chain for a seed, with its input options; equal on every rank."""
     chance = random.Random(seed)
     dataset = batched(rows(chance, seed), chance)
     held = chance.choice([1, 1, 3])
@@ -30,7 +30,7 @@ def make(seed: int) -> Any:
 
 
 def rows(chance: random.Random, seed: int) -> Any:
-    """Draw rows, which may be a stream."""
+    """Return a random dataset of rows, which may be a stream."""
     dataset = hs.Dataset.range(chance.randrange(1, 40))
     if chance.random() < 0.5:
         dataset = dataset.concatenate(hs.Dataset.range(100, 100 + chance.randrange(9)))
@@ -48,7 +48,7 @@ def rows(chance: random.Random, seed: int) -> Any:
 
 
 def batched(dataset: Any, chance: random.Random) -> Any:
-    """Draw batches of them."""
+    """Return the dataset in random batches."""
     dataset = dataset.batch(chance.randrange(1, 12), chance.random() < 0.3)
     if chance.random() < 0.4:
         dataset = dataset.repeat(chance.randrange(1, 4))
@@ -98,7 +98,7 @@ def test_chains_are_those_of_one_process_and_go_on_anywhere(
         assert found == pieces(epochs[2][:left], job.size)
         state = distributed.state()
         del iterator
-    # Half of them go on, or fewer.
+    # Half of the ranks, or fewer, continue from the saved position.
     count = chance.randrange(1, job.size + 1)
     comm = job.Split(0 if job.rank < count else 1, job.rank)
     if job.rank < count:
@@ -163,7 +163,7 @@ def test_examples_that_are_not_batched_are_refused(strategy: Any, job: Any) -> N
 def test_positions_of_the_first_version_keep_their_epoch(
     make_strategy: Any, job: Any
 ) -> None:
-    """A checkpoint of before goes on in the order that its epoch began with."""
+    """A checkpoint of the first version continues in the old order of its epoch."""
     num_rows = 70_000
     key = np.random.SeedSequence((2, 1))
     old = np.random.Generator(np.random.Philox(key)).permutation(num_rows)
@@ -244,7 +244,7 @@ def test_chains_go_into_checkpoints(strategy: Any, job: Any, tmp_path: Path) -> 
 
 
 class Stateful:
-    """An iterable that can save its position, with a generator's state as an array."""
+    """An iterable that saves its position, with a generator's state as an array."""
 
     def __init__(self) -> None:
         self._generator = np.random.default_rng(3)

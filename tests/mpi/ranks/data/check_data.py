@@ -1,4 +1,4 @@
-"""Data sets: no row is lost or repeated, on any number of replicas, resumed or not."""
+"""Datasets: no row is lost or repeated, on any number of replicas, resumed or not."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Columns = dict[str, Any]
 
 
 def columns(num_rows: int) -> Columns:
-    """Return columns whose rows can be told apart."""
+    """Return columns in which each row has a different number."""
     numbers = np.arange(num_rows)
     return {"x": np.stack([numbers, -numbers], axis=1), "y": (numbers * 0.5,)}
 
 
 def on_fewer(job: Any, count: int, function: Callable[[Any], Any]) -> Any:
-    """Call a function on the first ranks only; return its result on all."""
+    """Call a function on the first ranks only; return its result on all ranks."""
     from mpi4py import MPI
 
     comm = job.Split(0 if job.rank < count else MPI.UNDEFINED, job.rank)
@@ -44,7 +44,7 @@ def on_fewer(job: Any, count: int, function: Callable[[Any], Any]) -> Any:
 
 
 def expected_steps(order: Any, batch: int, count: int, drop: bool) -> list[Any]:
-    """Cut global batches as tf.distribute does."""
+    """Cut global batches into parts of replicas, as tf.distribute does."""
     steps = []
     for start in range(0, len(order), batch):
         rows = list(order[start : start + batch])
@@ -133,7 +133,7 @@ def test_resuming_at_any_batch_on_any_number_of_replicas(
 
     stops: Any = range(total + 1)
     if SHORT:
-        # At both ends, and at those of an epoch.
+        # Stop at both ends of the data, and around the end of an epoch.
         stops = [0, 1, len(dataset) - 1, len(dataset), len(dataset) + 1, total]
     for stop in stops:
         first, second = stop % job.size + 1, (stop + 1) % job.size + 1
@@ -155,7 +155,7 @@ def test_state_of_another_data_set_is_refused(strategy: Any, job: Any) -> None:
 
 @pytest.fixture
 def path(job: Any, tmp_path: Path) -> Any:
-    """Return the path of a file of 19 rows, with groups in groups."""
+    """Return the path of a file of 19 rows, with nested groups."""
     import h5py
 
     path = job.bcast(tmp_path / "rows.h5")
@@ -214,7 +214,7 @@ def test_different_data_sets_on_the_ranks_are_a_mismatch(
 
 
 class _Broken:
-    """A column that cannot be read on one rank."""
+    """A column whose reading fails on one rank."""
 
     dtype, shape = np.dtype(np.int64), (6,)
 
@@ -248,7 +248,7 @@ def test_reading_that_fails_on_one_rank_fails_on_all(
 def test_rows_of_iterables_are_neither_lost_nor_repeated(
     strategy: Any, job: Any
 ) -> None:
-    # Each process that runs the iterable draws the same orders.
+    # Each process that runs the iterable draws the same order of rows.
     rng = np.random.default_rng(8)
 
     def batches() -> Iterator[Any]:
@@ -269,7 +269,7 @@ def test_rows_of_iterables_are_neither_lost_nor_repeated(
 
 
 class _Files:
-    """Rows of files in batches of one size; the last of each file may be smaller."""
+    """Rows of files in batches of one size; the last batch of a file may be smaller."""
 
     def __init__(self, policy: str, files: list[list[int]], batch: int) -> None:
         self.auto_shard_policy, self.files, self.batch = policy, files, batch
@@ -286,7 +286,7 @@ class _Files:
 
 
 class _SizedFiles(_Files):
-    """Tells the size of its batches."""
+    """Rows of files with a known ``batch_size``."""
 
     @property
     def batch_size(self) -> int:
@@ -299,7 +299,7 @@ class _SizedFiles(_Files):
 def test_workers_give_all_rows_that_they_read_in_their_order(
     strategy: Any, job: Any, kind: Any, policy: str, seed: int
 ) -> None:
-    """Whether the size of a batch is known or not, and smaller than the replicas."""
+    """All rows arrive in order, with a known or an unknown size of batches."""
     drawn = np.random.default_rng(seed)
     topology = strategy.topology
     count = topology.num_workers + int(drawn.integers(3))
@@ -388,7 +388,7 @@ def test_torch_takes_batches_without_a_warning(strategy: Any) -> None:
     rows = np.arange(12, dtype=np.float32)
     source = hs.Dataset(rows, 4)
     for element in strategy.experimental_distribute_dataset(source):
-        # Warnings are errors in tests.
+        # The test fails if torch warns, because warnings are errors in tests.
         tensor = torch.from_numpy(strategy.local_value(element))
         tensor += 1
     np.testing.assert_array_equal(rows, np.arange(12))
@@ -397,7 +397,7 @@ def test_torch_takes_batches_without_a_warning(strategy: Any) -> None:
 def test_a_thread_may_read_ahead(strategy: Any, job: Any) -> None:
     make = strategy.experimental_distribute_dataset
     dataset = make(hs.Dataset(np.arange(40), 4))
-    # The thread is given the iterator, the data set, or makes that, too.
+    # The thread gets the iterator or the dataset, or makes both.
     for given in ("iterator", "data set", ""):
         batches: queue.Queue[Any] = queue.Queue()
         ahead, goes_on = threading.Event(), threading.Event()
@@ -419,7 +419,7 @@ def test_a_thread_may_read_ahead(strategy: Any, job: Any) -> None:
         assert ahead.wait(60)
         total = 0
         while (batch := batches.get(timeout=60)) is not None:
-            # Each rank's thread has come to another batch, at the first time.
+            # The first time, each rank's thread has read ahead to a different batch.
             total += int(strategy.reduce("sum", strategy.run(np.sum, args=(batch,))))
             goes_on.set()
         thread.join()
@@ -429,7 +429,7 @@ def test_a_thread_may_read_ahead(strategy: Any, job: Any) -> None:
 
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Yield what is logged about data; what was told before may be told again."""
+    """Yield the log messages about data; warnings that were given before may repeat."""
     warn_of_idle.cache_clear()
     told: list[str] = []
     handler = logging.Handler()
@@ -448,7 +448,7 @@ def test_replicas_without_rows_are_told_once_with_a_better_batch_size(
 ) -> None:
     for size in range(1, 3 * job.size + 1):
         for _ in range(2):
-            # The last batch is smaller, as last ones are.
+            # The last batch is smaller than the other batches.
             whole = np.arange(2 * size + 1)
             source = hs.Dataset(whole, size)
             given = source if kind == "rows" else list(source)

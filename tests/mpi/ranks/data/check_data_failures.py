@@ -1,4 +1,4 @@
-"""The batch after a failure of ``next``: all replicas skip the same, and no more."""
+"""The batch after a failure of ``next``: all replicas skip only the failed batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def raise_error(number: int) -> None:
 
 
 class Column:
-    """Rows, some of which cannot be read."""
+    """A column in which some rows cannot be read."""
 
     def __init__(self, length: int, bad: dict[int, int]) -> None:
         self.shape = (length,)
@@ -83,7 +83,7 @@ def test_position_is_behind_the_batch_that_failed(make_strategy: Any, job: Any) 
 
 
 class Elements:
-    """An iterable whose iterator goes on after its errors, as a generator does not."""
+    """An iterable whose iterator continues after errors, unlike a generator."""
 
     def __init__(self, elements: list[Any], bad: dict[int, int]) -> None:
         self.elements = elements
@@ -99,7 +99,7 @@ class Elements:
 
 
 def without_stops(bad: dict[int, int]) -> dict[int, int]:
-    """Leave out StopIteration, which is the end of an iterator."""
+    """Leave out failures with StopIteration, which would end an iterator."""
     return {
         place: number
         for place, number in bad.items()
@@ -158,7 +158,7 @@ def test_pipelines_of_workers_lose_bad_elements_only(
     rng = np.random.default_rng(5)
     with make_strategy(on_error="raise") as strategy:
         for case in range(CASES):
-            # What was planned for each pipeline, by its number.
+            # The failures that are planned for each pipeline, by its number.
             bad = [
                 without_stops({int(i): case + w for i in rng.integers(0, 14, 3)})
                 for w in range(job.size)
@@ -177,7 +177,7 @@ def test_pipelines_of_workers_lose_bad_elements_only(
                 for index in bad[number]
             )
             failures = len(steps) - len(good(steps))
-            # Several at once are one failure.
+            # Several failures in the same step count as one failure.
             assert (failures > 0) == (planned > 0)
             assert failures <= planned
             streams = worker_streams(strategy, job, steps)
@@ -193,7 +193,7 @@ def test_pipelines_of_workers_lose_bad_elements_only(
 
 
 def open_(strategy: Any, kind: str, pipeline: Callable[[int], Any]) -> Any:
-    """Return a data set with a pipeline for each worker, or each replica."""
+    """Return a distributed dataset with a pipeline for each worker or replica."""
     modes = hs.InputReplicationMode
     if kind == "slots":
         number = strategy.topology.worker_id if strategy.num_replicas_in_sync > 1 else 0
@@ -223,7 +223,7 @@ def test_a_generator_ends_with_its_error_and_the_epoch_with_it(
     with make_strategy(on_error="raise") as strategy:
         distributed = strategy.experimental_distribute_dataset(generator())
         steps = all_steps(strategy, job, iter(distributed), 10)
-        # No replica goes on with pieces of batches whose other pieces are lost.
+        # No replica continues with part of a batch whose other parts are lost.
         assert [isinstance(step[0], str) for step in steps] == [False] * 3 + [True]
         assert all("lost connection" in text for text in steps[3])
 
@@ -247,7 +247,7 @@ def test_errors_of_input_functions_are_raised_on_all(
 
 
 class Key:
-    """The key of a column, that cannot be unpickled on one rank."""
+    """The key of a column, which one rank cannot unpickle."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -281,7 +281,7 @@ def test_parts_that_one_rank_cannot_read_are_skipped_by_all(
         iterator = iter(strategy.experimental_distribute_dataset(elements))
         errors = [outcome(next, iterator) for _ in range(4)]
         assert errors[0] is None
-        # The part of the rank that deals them does not travel.
+        # The rank that deals the batches does not pickle its own part.
         own = job.bcast(strategy.topology.worker_comm.rank == 0, root=job.size - 1)
         assert isinstance(errors[1], type(None) if own else LookupError)
         assert errors[2] is None
@@ -297,7 +297,7 @@ def test_a_part_that_one_rank_cannot_read_is_an_error_of_that_call_on_all(
     last = job.size - 1
     elements = [{Key(last): np.full(job.size, 1)}]
     iterator = iter(strategy.experimental_distribute_dataset(elements))
-    # The part of the rank that deals them does not travel.
+    # The rank that deals the batches does not pickle its own part.
     travels = job.bcast(strategy.topology.worker_comm.rank > 0, root=last)
     error = outcome(next, iterator)
     if job.rank == last and travels:

@@ -1,4 +1,4 @@
-"""Rows of batches that are dealt to the replicas that own them, and are kept there."""
+"""Rows of batches that always go to the replicas that own and cache them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OWN = hs.InputOptions(own_rows=True)
 
 
 class Counted:
-    """Rows that count how often each was read."""
+    """A dataset that counts how often each of its rows was read."""
 
     def __init__(self, num_rows: int) -> None:
         self.reads = np.zeros(num_rows, np.int64)
@@ -34,7 +34,7 @@ class Counted:
 
 
 def _chain(dataset: Any, draw: np.random.Generator) -> Any:
-    """Return shuffled batches, after other steps that keep random access."""
+    """Return shuffled batches, after random steps that keep random access."""
     if draw.integers(2):
         dataset = dataset.cache()
     dataset = dataset.shuffle(seed=int(draw.integers(9)))
@@ -101,9 +101,9 @@ def test_a_cache_keeps_own_rows_and_few_others_are_read_again(strategy: Any) -> 
             pass
         if epoch:
             others += int(source.reads.sum())
-            # Those that did not fit into a batch of the first epoch come now.
+            # Only rows that did not fit into a batch of the first epoch are read now.
             assert source.reads[first:last].max() <= 1
-    # Rows drawn at random: a batch has some more of one replica than of another.
+    # Rows are drawn at random, so a batch has more rows of one replica than of another.
     assert others <= 3 * num_rows // count // 4
     assert others == 0 or count > 1
 

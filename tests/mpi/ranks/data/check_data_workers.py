@@ -1,4 +1,4 @@
-"""Iterables on several workers: equal batches are compared, or one worker deals all."""
+"""Iterables on several workers: batches are compared, or one worker deals them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SINGLE = {"single_pipeline": True}
 
 
 class Again:
-    """An iterable that calls a function for each iteration."""
+    """An iterable that calls a function for each new iterator."""
 
     def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
         self.make = make
@@ -35,7 +35,7 @@ def batch_of(rows: Any) -> Any:
 
 
 def shuffled(rng: Any, num_rows: int = 15, size: int = 4) -> Again:
-    """Return batches in an order drawn anew for each iteration."""
+    """Return an iterable of batches whose order changes with each iteration."""
 
     def make() -> Iterator[Any]:
         order = rng.permutation(num_rows)
@@ -46,14 +46,14 @@ def shuffled(rng: Any, num_rows: int = 15, size: int = 4) -> Again:
 
 
 def workers_of(strategy: Any) -> tuple[int, int]:
-    """Return the number of workers, and this one's."""
+    """Return the number of workers, and the number of this worker."""
     if strategy.num_replicas_in_sync == 1:
         return 1, 0
     return strategy.topology.num_workers, strategy.topology.worker_id
 
 
 def assert_told_alike(error: Any, job: Any, *words: str) -> None:
-    """Every rank raises, and says the same."""
+    """Check that every rank raised an error with the same text."""
     assert type(error) is hs.CollectiveError, error
     assert len(set(job.allgather(str(error)))) == 1
     for word in words:
@@ -63,7 +63,7 @@ def assert_told_alike(error: Any, job: Any, *words: str) -> None:
 def test_a_generator_without_a_seed_is_an_error_on_several_workers(
     strategy: Any, job: Any
 ) -> None:
-    # Each process draws an order of its own, as from an unseeded generator.
+    # Each process draws a different order, as an unseeded generator does.
     rng = np.random.default_rng(100 + job.rank)
     dataset = strategy.experimental_distribute_dataset(shuffled(rng))
     if workers_of(strategy)[0] == 1:
@@ -108,7 +108,7 @@ def test_a_shuffling_loader_of_torch_is_an_error_on_several_workers(
 ) -> None:
     torch = pytest.importorskip("torch")
     torch.manual_seed(0)
-    # Replicas have drawn different numbers of a generator with the same seed.
+    # The replicas draw different numbers from generators with the same seed.
     torch.rand(1 + job.rank)
     source = torch.utils.data.TensorDataset(torch.arange(15.0), torch.arange(15))
 
@@ -153,7 +153,7 @@ def test_data_that_end_earlier_on_a_worker_are_an_error(
     error = outcome(next, iterator)
     if workers > 1:
         assert_told_alike(error, job, "batch 2", "the end of its data", "8, -8")
-        # Those that have come to their end stay there.
+        # A rank whose data have ended stays at the end.
         assert type(outcome(next, iterator)) is StopIteration
     else:
         assert error is None
@@ -164,7 +164,7 @@ def test_every_kth_batch_is_compared_or_none(strategy: Any, job: Any) -> None:
     workers, own = workers_of(strategy)
 
     def elements() -> list[Any]:
-        # From the third on, workers have batches of their own.
+        # From the fourth batch on, each worker has different batches.
         rows = [np.arange(8) + 10 * i for i in range(7)]
         return [batch_of(r + 1000 * own * (i > 2)) for i, r in enumerate(rows)]
 
@@ -184,11 +184,11 @@ def test_every_kth_batch_is_compared_or_none(strategy: Any, job: Any) -> None:
 
 
 def kinds_of_leaves(seed: int) -> dict[str, Any]:
-    """Return leaves of all kinds whose bytes cannot all be compared as they are."""
+    """Return leaves of kinds whose bytes cannot be compared directly."""
     rng = np.random.default_rng(seed)
     numbers = rng.integers(1, 100, 6)
     padded = np.empty(6, np.dtype([("a", "i1"), ("b", "f8")], align=True))
-    # What lies between the fields is anybody's guess.
+    # Fill the padding between the fields with random bytes.
     padded.view(np.uint8)[:] = np.random.default_rng().integers(0, 255, padded.nbytes)
     padded["a"], padded["b"] = numbers, numbers
     text = [f"row {number}" for number in numbers]
@@ -210,7 +210,7 @@ def test_leaves_of_every_kind_are_compared(strategy: Any, job: Any, kind: str) -
     workers, own = workers_of(strategy)
     for differs in (False, True):
         leaf = kinds_of_leaves(own if differs else 0)[kind]
-        # Objects are not compared.
+        # Arrays of objects are not compared.
         objects = np.zeros(6, [("object", object)])
         objects["object"] = [object() for _ in range(6)]
         batch = (leaf, np.zeros((6, 0)), objects)

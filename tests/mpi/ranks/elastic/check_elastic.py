@@ -1,4 +1,4 @@
-"""Memory of `hs.elastic` on any number of ranks; that they die is tested elsewhere."""
+"""The memory of `hs.elastic` on any number of ranks; other tests kill ranks."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def test_restore_goes_on_where_the_last_commit_was(strategy: Any, copies: bool) 
     for step in range(1, 4):
         _train(strategy, made, iterator)
         memory.commit(step, losses=(step,), best={step: np.float32(0.1)})
-    # As it goes on without a loss.
+    # Train on without a loss, to know the expected state.
     _train(strategy, made, iterator)
     whole = _state(strategy, made)
 
-    # With everything made anew, twice: the second time from what was restored.
+    # Make all objects anew, twice; the second time starts from a restored state.
     for generation in (2, 3):
         memory.begin(strategy, generation)
         made = _make(strategy)
@@ -136,7 +136,7 @@ def test_abandoned_strategy_is_closed_and_the_others_work(
     total = other.reduce("sum", 1, axis=None)
     assert total == other.num_replicas_in_sync
     assert other.lost_ranks is None
-    # As after a loss, each rank for itself.
+    # Each rank abandons the strategy by itself, as after a loss.
     other.abandon()
     if job.size > 1:
         with pytest.raises(hs.CollectiveError, match="closed"):

@@ -1,4 +1,4 @@
-"""Settings are those of replica 0 on every rank, and wrong ones an error on all."""
+"""Settings of replica 0 count on every rank; wrong settings are an error on all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import hpcstrat as hs
 
 @pytest.fixture
 def alone(job: Any) -> Any:
-    """Return a communicator of all ranks, whose strategies share nothing."""
+    """Yield a new communicator of all ranks, whose strategies share nothing."""
     comm = job.Dup()
     yield comm
     comm.Free()
@@ -43,7 +43,7 @@ def test_wrong_environment_of_replica_0_is_an_error_on_every_rank(
 def test_open_strategies_have_the_same_settings(strategy: Any, job: Any) -> None:
     if job.size == 1 or strategy.topology.num_workers > 1:
         return
-    # Replica 0's count here, too.
+    # The settings of replica 0 count here, too.
     same = hs.Settings(warn_seconds=strategy.settings.warn_seconds + job.rank)
     hs.MirroredStrategy(settings=same).close()
     with pytest.raises(ValueError, match="expected the settings of the strategies"):

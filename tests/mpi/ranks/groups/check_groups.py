@@ -1,4 +1,4 @@
-"""Groups of replicas: what they compute, save and refuse, on every rank."""
+"""Groups of replicas on every rank: results, checkpoints and refused arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLAIN: dict[str, Any] = {"learning_rate": 1.0}
 
 @pytest.fixture
 def make(topology_layout: Any, strategy: Any, job: Any) -> Iterator[Callable[..., Any]]:
-    """Yield what makes groups, closed later; by default workers, or halves of one."""
+    """Yield a function that makes groups: workers, or halves of one worker."""
     made: list[Any] = []
 
     def make(**options: Any) -> Any:
@@ -40,12 +40,12 @@ def make(topology_layout: Any, strategy: Any, job: Any) -> Iterator[Callable[...
 
 
 def gradient(replica: int, step: int, value: Any) -> Any:
-    """Return what a replica adds to the gradient of its group: a slope of its own."""
+    """Return a replica's gradient for its group, with a slope that only it has."""
     return (value - replica) * (1 + step % 3) / 4 + np.arange(5) - replica
 
 
 class Training:
-    """A network of one variable, of ones without and with another one beside it."""
+    """A network of one variable, in the scope of groups, beside a constant variable."""
 
     def __init__(self, groups: Any, start: Any = START, **optimizer: Any) -> None:
         self.groups = groups
@@ -67,7 +67,7 @@ class Training:
 
 
 class Oracle:
-    """The same in NumPy, for all groups in one process."""
+    """The same training in NumPy, for all groups in one process."""
 
     def __init__(
         self, group_of: Sequence[int], every: int, delay: int, rule: dict[str, Any]
@@ -102,7 +102,7 @@ class Oracle:
     def outer_step(self, local: Any) -> Any:
         mean = np.mean([local[group] for group in self.group_of], axis=0)
         change, momentum = self.outer - mean, self.rule.get("momentum", 0.0)
-        # As PyTorch's SGD has it, from which DiLoCo's is.
+        # Use the momentum formula of PyTorch's SGD, as DiLoCo does.
         self.velocity = momentum * self.velocity + change
         if self.rule.get("nesterov"):
             change = change + momentum * self.velocity
@@ -161,7 +161,7 @@ def test_rounds_of_one_step_with_plain_averages_are_synchronous_training(
     groups = make(every=1, outer=hs.optimizers.SGD(1.0))
     whole = groups.everyone
     count, own = whole.num_replicas_in_sync, groups.strategy.num_replicas_in_sync
-    # Small integers over a power of two leave nothing to round in float64.
+    # Small integers divided by a power of two are exact in float64.
     exact = exact and count & (count - 1) == 0 and count == own * groups.num_groups
     draw = np.random.default_rng(whole.replica_id)
     gradients = draw.integers(-8, 8, (6, 5)) if exact else draw.normal(size=(6, 5))
@@ -275,7 +275,7 @@ def test_other_groups_restore_by_a_rule_or_name_what_does_not_fit(
         np.testing.assert_array_equal(other.value.numpy(), wanted)
         other.steps = 4
         other.step()
-    # Synchronous training has one value: the outer one is there under its name.
+    # Synchronous training restores the outer parameters under the variable's name.
     with groups.everyone.scope():
         value = hs.Variable(np.zeros(5), name="value")
     alone = hs.CheckpointManager(folder, value=value)
@@ -295,7 +295,7 @@ def test_other_groups_restore_by_a_rule_or_name_what_does_not_fit(
 def test_what_groups_have_accumulated_is_theirs_on_fewer_replicas(
     job: Any, folder: Path, fewer: int
 ) -> None:
-    """The mean over the one replica of a group stays that over one."""
+    """A mean over a group's single replica stays a mean over one replica."""
     if job.size <= fewer:
         pytest.skip("no replica would be left")
     options: dict[str, Any] = {"learning_rate": 1.0, "accumulate_steps": 2}

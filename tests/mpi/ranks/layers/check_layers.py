@@ -1,4 +1,4 @@
-"""Batch normalization on any number of replicas is that of the whole batch."""
+"""Batch normalization on any number of replicas equals that of the whole batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.rule
 
 RNG = np.random.default_rng(31)
 ROWS, CHANNELS = 13, 3
-# Each channel has a mean and a scale of its own.
+# Each channel has a different mean and scale.
 X = RNG.standard_normal((2, ROWS, 4, CHANNELS)) * np.array([1, 5, 0.1])
 X += np.array([3, -20, 0])
 DY = RNG.standard_normal((2, ROWS, 4, CHANNELS))
@@ -36,14 +36,14 @@ EPSILON = 1e-3
 
 
 def part(size: int, rank: int, case: int, rows: int = ROWS) -> slice:
-    """Return a replica's rows: ragged, and in case 0 all of them in the last one."""
+    """Return a replica's rows of a ragged division; in case 0 the last one has all."""
     ends = np.sort(np.random.default_rng(case).integers(0, rows + 1, size - 1)) * case
     bounds = np.concatenate([[0], np.minimum(ends, rows), [rows]])
     return slice(bounds[rank], bounds[rank + 1])
 
 
 def expected(x: Any, dy: Any) -> Any:
-    """Return result and gradients of the whole batch, by the paper's formulas."""
+    """Return the result and gradients for the whole batch, by the paper's formulas."""
     axes = (0, 1)
     n = x[..., 0].size
     mean, variance = x.mean(axis=axes), x.var(axis=axes)
@@ -103,8 +103,8 @@ def test_layer_is_that_of_one_process(strategy: Any, job: Any, axis: int) -> Non
 
 
 def test_moments_are_those_of_all_values(strategy: Any, job: Any) -> None:
-    # Rounding the values themselves changes the variance by the quotient of mean and
-    # spread, times the precision; sums of squares would lose the quotient's square.
+    # Rounding the values changes the variance by a relative error of eps * mean /
+    # spread. Sums of squares would have an error with the square of this quotient.
     means = np.array([1e6, -1e9, 0])
     far = RNG.standard_normal((ROWS, CHANNELS)) + means
     limit = 1e-12 + 8 * np.finfo(np.float64).eps * np.abs(means) / far.std(axis=0)
@@ -175,7 +175,7 @@ def test_one_reduction_in_each_direction(
 
 
 def test_two_layers_train_as_in_one_process(strategy: Any, job: Any) -> None:
-    """Train with two layers, one after the other; compare with a single replica."""
+    """Train two layers in sequence, and compare the result with a single replica."""
 
     def train(owner: Any, own: Any) -> Any:
         with owner.scope():
@@ -232,7 +232,7 @@ def test_training_outside_of_run_is_refused(strategy: Any, make_strategy: Any) -
     with strategy.scope():
         assert type(outcome(layer.forward, X[0], True)) is RuntimeError
         assert type(outcome(sync_batch_moments, X[0])) is RuntimeError
-    # The default strategy would average over this replica alone.
+    # The default strategy would average over this replica only.
     assert type(outcome(layer.forward, X[0], True)) is RuntimeError
     with make_strategy() as other:
         error = outcome(other.run, layer.forward, (X[0], True))

@@ -1,4 +1,4 @@
-"""Metrics on any number of replicas count every example of the whole batch once."""
+"""Metrics on any number of replicas count each example of the whole batch once."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ CLASSES = 3
 
 
 def cuts(size: int, case: int) -> Any:
-    """Return where each replica's part of 20 rows begins and ends; some are empty."""
+    """Return the bounds of each replica's part of 20 rows; some parts are empty."""
     ends = np.sort(np.random.default_rng(case).integers(0, 21, size - 1))
     return np.concatenate([[0], ends, [20]])
 
 
 def make_pairs() -> dict[str, Any]:
-    """Return for each metric labels, predictions and the value of each example."""
+    """Return labels, predictions and the value of each example, for each metric."""
     labels = RNG.integers(0, CLASSES, 20)
     scores = RNG.random((20, CLASSES))
     hits = labels == scores.argmax(axis=1)
@@ -92,7 +92,8 @@ def test_what_is_not_finite_on_one_replica_is_in_the_result_of_all(
         mean.update_state(value)
         total.update_state(value)
         error.update_state([0.0], [value])
-        # As in TensorFlow: what is not above the threshold is the other class.
+        # A NaN is not above the threshold, so it counts as the other class, as in
+        # TensorFlow.
         hits.update_state([1.0], [value])
 
     last = job.size - 1
@@ -109,8 +110,8 @@ def test_what_is_not_finite_on_one_replica_is_in_the_result_of_all(
 
 
 def test_values_of_uneven_replicas(strategy: Any, job: Any) -> None:
-    # Rank r has r values: means of the replicas' means would be wrong, and replica 0
-    # has none.
+    # Rank r has r values, so the mean of the replicas' means would be wrong, and
+    # replica 0 has no values.
     own = np.arange(job.rank) + 10.0 * job.rank
     every = np.concatenate([np.arange(r) + 10.0 * r for r in range(job.size)])
     with strategy.scope():
@@ -129,7 +130,7 @@ def test_values_of_uneven_replicas(strategy: Any, job: Any) -> None:
 
 
 def test_updates_do_not_communicate(strategy: Any, job: Any) -> None:
-    # Other numbers of updates on every rank would not match, if they did.
+    # If updates communicated, their different numbers would be a mismatch.
     with strategy.scope():
         mean = hs.metrics.Mean()
 
@@ -228,7 +229,7 @@ def test_updates_in_the_run_of_another_strategy_are_refused(
 
 @pytest.fixture
 def folder(job: Any) -> Iterator[Path]:
-    """Yield a folder that all ranks see; removed at the end."""
+    """Yield a folder that all ranks can see, and remove it at the end."""
     name = tempfile.mkdtemp(prefix="hpcstrat-") if job.rank == 0 else None
     path = Path(job.bcast(name))
     yield path
@@ -254,7 +255,7 @@ def test_metrics_survive_a_restart(strategy: Any, job: Any, folder: Path) -> Non
     found = group.results()
     for name, value in before.items():
         assert found[name] == pytest.approx(value, rel=1e-14)
-    # What was restored and what is added since count alike.
+    # Restored values and later updates count equally.
     strategy.run(step, args=(0.1 + job.rank,))
     assert group["a"].result() == pytest.approx(before["a"], rel=1e-14)
     assert group["b"].result() == pytest.approx(2 * before["b"], rel=1e-14)

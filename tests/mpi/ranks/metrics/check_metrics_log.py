@@ -1,4 +1,4 @@
-"""Replica 0 writes the log of metrics; what the others give it is reduced, or sent."""
+"""The metrics log, which replica 0 writes for all replicas."""
 
 from __future__ import annotations
 

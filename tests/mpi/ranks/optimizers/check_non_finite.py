@@ -1,4 +1,4 @@
-"""Combined gradients that are NaN or infinite: origin, and what becomes of the step."""
+"""Gradients that are NaN or infinite: their origin is named, and steps are skipped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.rule
 
 @pytest.fixture
 def guarded(make_strategy: Any, job: Any) -> Iterator[Callable[..., Any]]:
-    """Yield a function that makes strategies with a policy; closed after the test."""
+    """Yield a function that makes strategies with a policy; close them at the end."""
     made: list[Any] = []
 
     def make(policy: str, on_error: str = "abort") -> Any:
@@ -33,7 +33,7 @@ def guarded(make_strategy: Any, job: Any) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    """Yield the list of this rank's log lines."""
+    """Yield a list that gets this rank's log lines."""
     found: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
@@ -44,7 +44,7 @@ def lines() -> Iterator[list[str]]:
 
 
 class _Model:
-    """Two variables, one of them large, and an optimizer."""
+    """A model of two variables, one of them large, with an optimizer."""
 
     def __init__(self, strategy: Any, optimizer: str = "Adam", **options: Any) -> None:
         self.strategy = strategy
@@ -63,7 +63,7 @@ class _Model:
         return self.strategy.local_value(updated)
 
     def state(self) -> dict[str, bytes]:
-        """Return the bits of all variables."""
+        """Return the bytes of all variables and slots."""
         slots = self.optimizer.checkpoint_variables()
         named = {**slots, "kernel": self.kernel, "bias": self.bias}
         return {name: v.component.tobytes() for name, v in named.items()}
@@ -179,7 +179,7 @@ def test_rows_are_named_as_in_the_variable(guarded: Any, job: Any) -> None:
     values = np.ones((2, 4))
     if job.rank == 0:
         values[1, 3] = np.nan
-    # Replica 0 has rows 1 and 6; no other has row 6.
+    # Replica 0 has a gradient for rows 1 and 6; only replica 0 has row 6.
     rows = hs.IndexedSlices(values, [1, 6 if job.rank == 0 else 2])
     before = table.numpy()
     error = outcome(strategy.run, lambda: optimizer.apply_gradients([(rows, table)]))
@@ -219,7 +219,7 @@ def test_every_type_is_checked(dtype: str, size: int) -> None:
     array = np.ones((size, 1), kind)
     others = [np.ones(3, np.float32), np.ones(3), np.empty(0)]
     assert all_finite([*others, array])
-    # Its square overflows in many types, its value does not.
+    # The square of this value overflows in many types, but the value itself is finite.
     array[-1] = np.finfo(np.float16).max
     assert all_finite([*others, array])
     for bad in (np.nan, np.inf, -np.inf):

@@ -1,7 +1,7 @@
-"""Accumulated gradients outlive checkpoints, losses and bad batches, on any replicas.
+"""Accumulated gradients survive checkpoints, lost ranks and bad batches.
 
-The oracle is one process that is never interrupted. Ranks that are lost are only left
-out here; that they die is tested in `test_elastic.py`.
+The expected values are those of one process without interruptions. Lost ranks only take
+no part here; `test_elastic.py` kills them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST = 4
 
 @dataclass
 class Plan:
-    """What is computed: gradients of each call, and who has them."""
+    """The gradients of each call, and the replicas that have them."""
 
     seed: int
     steps: int = 3
@@ -45,21 +45,22 @@ class Plan:
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed)
         self.totals = rng.standard_normal((CALLS, 3, 2))
-        # Of the second and the third variable; all have the first.
+        # Whether a replica has gradients of the second and third variable in a call;
+        # all replicas have gradients of the first variable.
         self.has = rng.random((CALLS, 2, MOST)) < rng.choice([0.0, 0.3, 0.8])
         if self.missing == "error":
             self.has[...] = self.has[:, :, :1]
         self.noise = rng.standard_normal((CALLS, 3, MOST, 2))
 
     def owners(self, call: int, count: int) -> list[list[int]]:
-        """Return the replicas that have a gradient, of each variable."""
+        """Return for each variable the replicas that have a gradient."""
         return [
             [r for r in range(count) if number == 0 or self.has[call, number - 1, r]]
             for number in range(3)
         ]
 
     def gradients(self, call: int, replica: int, count: int) -> list[Any]:
-        """Return a replica's gradients; all together are the totals."""
+        """Return the gradients of a replica, which add up to the totals."""
         given: list[Any] = []
         for number, owners in enumerate(self.owners(call, count)):
             if replica not in owners:
@@ -73,7 +74,7 @@ class Plan:
         return given
 
     def expected(self, counts: list[int]) -> list[Any]:
-        """Return what variables are in the end, with so many replicas in each call."""
+        """Return the final variables, for the number of replicas in each call."""
         values, speeds = np.zeros((3, 2)), np.zeros((3, 2))
         for first in range(0, CALLS - self.steps + 1, self.steps):
             calls = range(first, first + self.steps)
@@ -90,7 +91,7 @@ class Plan:
 
 
 class Program:
-    """Variables and an optimizer, made anew as often as it is interrupted."""
+    """Variables and an optimizer, made again after each interruption."""
 
     def __init__(self, plan: Plan, strategy: Any, build: bool = False) -> None:
         self.plan, self.strategy = plan, strategy
@@ -107,7 +108,7 @@ class Program:
         self.objects = {"model": self.variables, "optimizer": self.optimizer}
 
     def train(self, calls: range) -> None:
-        """Make some calls, each on this replica's gradients."""
+        """Make some calls, each with this replica's gradients."""
         count, own = self.strategy.num_replicas_in_sync, self.strategy.replica_id
         for call in calls:
             given = self.plan.gradients(call, own, count)
@@ -115,7 +116,7 @@ class Program:
             self.strategy.run(self.optimizer.apply_gradients, args=(pairs,))
 
     def check(self, counts: list[int]) -> None:
-        """Demand what one process would have come to."""
+        """Assert that the variables equal those of one process."""
         wanted = self.plan.expected(counts)
         found = [variable.numpy() for variable in self.variables]
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
@@ -123,7 +124,7 @@ class Program:
 
 @pytest.fixture(scope="module")
 def among(job: Any) -> Iterator[Callable[..., Any]]:
-    """Yield what returns a strategy over some ranks in an order; None on others."""
+    """Yield a function that returns a strategy over ordered ranks; None elsewhere."""
     made: dict[tuple[int, ...], Any] = {}
 
     def of(ranks: tuple[int, ...]) -> Any:
@@ -146,14 +147,14 @@ def _plans(count: int) -> list[Plan]:
     choices = itertools.product((2, 3), ("sum", "mean"), ("zeros", "error"))
     every = list(choices)
     plans = [Plan(seed, *every[seed]) for seed in range(len(every))]
-    # Of the first four each pair of choices is in one.
+    # The first four plans contain each pair of choices once.
     return [plans[seed] for seed in (3, 5, 6, 0, 1, 2, 4, 7)][:count]
 
 
 def _interrupted(
     job: Any, among: Any, folder: Path, plan: Plan, parts: list[tuple[int, int]]
 ) -> None:
-    """Train on so many replicas until some call, save, and go on on others."""
+    """Train on some replicas, save, and continue on another number of replicas."""
     start, counts, saved = 0, [], False
     for number, (count, stop) in enumerate(parts):
         strategy = among(tuple(range(count)))
@@ -186,7 +187,8 @@ def test_sums_go_on_on_any_number_of_replicas(
 
 
 def test_sums_of_an_older_version_go_on(strategy: Any, job: Any, folder: Path) -> None:
-    # Saved by two replicas, before what shares them out was told of that number.
+    # Two replicas saved this file with a version that did not store their number for
+    # the division of sums.
     if job.rank == 0:
         shutil.copyfile(DATA / "accumulating.h5", folder / "ckpt-0000000002.h5")
     job.Barrier()
@@ -200,7 +202,7 @@ def test_sums_of_an_older_version_go_on(strategy: Any, job: Any, folder: Path) -
 def test_sums_that_wait_for_their_variables_are_saved_again(
     job: Any, among: Any, folder: Path, plan: Plan
 ) -> None:
-    # Three numbers of replicas, between two of them without a call.
+    # Three numbers of replicas in a row; the second one makes no call.
     n = job.size
     for number, counts in enumerate([(n, 1, n), (1, n, 1), (n, max(1, n - 1), 1)]):
         parts = list(zip(counts, (2, 2, CALLS), strict=True))
@@ -210,7 +212,7 @@ def test_sums_that_wait_for_their_variables_are_saved_again(
 def _lose(
     job: Any, among: Any, plan: Plan, groups: list[tuple[int, ...]], stops: list[int]
 ) -> None:
-    """Train on some ranks until some call, and go on with others from memory."""
+    """Train on some ranks, then continue on others from `hs.elastic.Memory`."""
     memory = hs.elastic.Memory(partner_copies=True)
     start, counts = 0, []
     for number, (ranks, stop) in enumerate(zip(groups, stops, strict=True)):
@@ -225,7 +227,7 @@ def _lose(
                 program.train(range(call, call + 1))
                 memory.commit(call + 1)
             if stop < CALLS:
-                # What is not committed any more is done again.
+                # Train one step after the commit, which is lost and then repeated.
                 program.train(range(stop, stop + 1))
         counts += [len(ranks)] * (stop - start)
         start = stop
@@ -244,7 +246,7 @@ def test_sums_outlive_the_loss_of_any_rank(job: Any, among: Any, plan: Plan) -> 
         if left:
             _lose(job, among, plan, [everyone, left], [split, CALLS])
         if len(left) > 1:
-            # One rank waits until it takes the place of the last one.
+            # The rank that waits as a spare rank replaces the last rank.
             spare = (*left[:-1], lost)
             _lose(job, among, plan, [left, spare], [split, CALLS])
     if job.size > 2:
@@ -258,7 +260,7 @@ LIMIT = 1.5
 
 
 def _run_of(plan: Plan, program: Program, calls: list[int], fault: Any) -> None:
-    """Make calls in one ``run``, in which one replica may fail somewhere."""
+    """Make calls in one ``run``, in which one replica may fail at one place."""
     strategy, failing, place, how = program.strategy, *fault
     count, own = strategy.num_replicas_in_sync, strategy.replica_id
 
@@ -279,7 +281,7 @@ def _run_of(plan: Plan, program: Program, calls: list[int], fault: Any) -> None:
 
 
 class Oracle:
-    """The same in one process, where what a run that fails has added is taken back."""
+    """The same training in one process; a run that fails adds nothing."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -288,7 +290,7 @@ class Oracle:
         self.steps = 0
 
     def run(self, calls: list[int], fault: Any, count: int) -> None:
-        """Make what all replicas make of a run."""
+        """Compute the effect of a run on all replicas."""
         failing, place, _ = fault
         fails = 0 <= failing < count
         before = list(self.calls)
@@ -337,7 +339,8 @@ def test_runs_that_fail_on_one_replica_add_nothing_on_any(
             found = [variable.numpy() for variable in program.variables]
             np.testing.assert_allclose(found, oracle.values, rtol=0, atol=1e-12)
             assert int(program.optimizer.iterations) == oracle.steps
-            # What a run has added and taken back is in no checkpoint, and no commit.
+            # Gradients that a run added and withdrew are in no checkpoint, and no
+            # commit.
             keep = rng.choice(["nowhere", "in a file", "in memory"], p=[0.6, 0.2, 0.2])
             if keep == "in a file":
                 hs.CheckpointManager(folder, **program.objects).save(number)
@@ -402,7 +405,8 @@ def test_numbers_out_of_range_take_no_replica_out(strategy: Any, job: Any) -> No
         metric = hs.metrics.Mean()
 
     def step() -> None:
-        # Too large for the variable's type, and too small, on one replica alone.
+        # One replica has gradients that are too large and too small for the variable's
+        # type.
         gradient = np.array([1e300, 1e-300]) if job.rank == 0 else np.ones(2)
         optimizer.apply_gradients([(gradient, variable)])
         metric.update_state(gradient, gradient)
@@ -425,7 +429,7 @@ def test_the_garbage_collector_decides_nothing(
             with strategy.scope():
                 optimizer = optimizers.SGD(1.0, 0.5)
                 variables = [hs.Variable(np.zeros(1), name=n) for n in (name, "v")]
-            # As in a model that refers to itself.
+            # Make a reference cycle, like a model that refers to itself.
             cycle: list[Any] = [variables.pop(0)]
             cycle.append(cycle)
             manager = hs.CheckpointManager(folder, v=variables, optimizer=optimizer)

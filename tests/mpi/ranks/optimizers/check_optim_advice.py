@@ -1,4 +1,4 @@
-"""Advice in errors of optimizers, taken at its word, gives one process's numbers."""
+"""Advice in error texts of optimizers, which leads to the right result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.mpi.ranks.outcomes import outcome
 pytestmark = pytest.mark.rule
 
 
-# Each replica's part, and what all parts are together.
+# The sum of all replicas' parts.
 TOTAL = np.array([1.0, -2.0, 0.5])
 
 
@@ -25,7 +25,7 @@ def part_of(job: Any) -> Any:
 
 
 def refusal(job: Any, function: Callable[[], Any], *texts: str) -> None:
-    """Demand an error that advises some words, where there are several replicas."""
+    """Assert that several replicas get an error with some words of advice."""
     error = outcome(function)
     if job.size == 1:
         return
@@ -77,7 +77,7 @@ def test_scattered_updates_in_replica_context(strategy: Any, job: Any) -> None:
         w = variable(strategy, aggregation=kind)
         update(w, "scatter_sub", given)
         np.testing.assert_allclose(w, -TOTAL)
-    # The largest of all replicas' rows.
+    # The result is the largest value of all replicas' rows.
     w = variable(strategy, aggregation="sum")
     text = "give all rows on replica 0"
     error = outcome(update, w, "scatter_max", rows)
@@ -174,7 +174,7 @@ def test_gradients(strategy: Any, job: Any) -> None:
     with strategy.scope():
         step(hs.optimizers.SGD(1.0), w)
     np.testing.assert_allclose(w, -TOTAL)
-    # A mean over the batch is no loss for each example.
+    # A mean over the batch is not a loss for each example.
     losses = np.array(job.allgather(part)).sum(axis=1)
     size = len(losses)
     mean = strategy.run(
@@ -186,7 +186,7 @@ def test_gradients(strategy: Any, job: Any) -> None:
 
 
 def test_two_strategies_are_told_apart(strategy: Any, make_strategy: Any) -> None:
-    """Their reprs may be equal; the message must say that they are two."""
+    """The error must say that there are two strategies, although reprs are equal."""
     with make_strategy() as second:
         w = variable(strategy)
         with strategy.scope():

@@ -1,4 +1,4 @@
-"""Missing gradients, errors, and checkpoints of optimizers."""
+"""Optimizers with missing gradients, errors, and checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.rule
 
 @pytest.fixture
 def notes() -> Iterator[list[str]]:
-    """Yield what the optimizers write into their log."""
+    """Yield a list that gets the log messages of optimizers."""
     found: list[str] = []
 
     class Handler(logging.Handler):
@@ -74,7 +74,7 @@ def test_a_gradient_that_some_replicas_lack_is_an_error_that_names_it(
     else:
         assert error is None
     assert_usable(strategy, job)
-    # After an error, the accumulation begins anew.
+    # After an error, the accumulation starts again from zero.
     before = first.numpy()
     for _ in range(steps):
         assert outcome(apply, strategy, optimizer, (ONES, first)) is None
@@ -155,11 +155,11 @@ def test_wrong_gradients_on_one_rank_fail_on_all(
         faulty = case % job.size
         if job.rank == faulty:
             failure = outcome(apply, strategy, optimizer, *bad)
-            # It makes as many steps as the others.
+            # The faulty rank makes as many steps as the other ranks.
             for _ in range(steps - 1):
                 strategy.run(lambda: None)
         else:
-            # The others go on adding until they communicate.
+            # The other ranks continue to add gradients until they communicate.
             for call in range(steps):
                 failure = outcome(apply, strategy, optimizer, (ONES, table))
                 assert (failure is None) == (call < steps - 1)
@@ -245,7 +245,7 @@ def _accumulating(strategy: Any, folder: Path) -> tuple[Any, Any, Any]:
 def test_accumulation_goes_on_on_any_number_of_replicas(
     strategies: dict[int, Any], folder: Path, job: Any, split: int, build: bool
 ) -> None:
-    # Each call's gradients are shared out as the number of replicas demands.
+    # The gradients of each call are divided among the current number of replicas.
     total = np.random.default_rng(4).standard_normal((6, 12, 3))
 
     def train(strategy: Any, calls: range, variables: Any, optimizer: Any) -> None:

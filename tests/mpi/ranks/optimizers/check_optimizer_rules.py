@@ -1,7 +1,7 @@
-"""Each update rule on any number of replicas is the published one on the whole batch.
+"""Update rules on any number of replicas equal the published ones on the whole batch.
 
-The references are written from the papers' formulas, one expression after the other,
-and share nothing with the library.
+The reference rules follow the papers' formulas, one expression after the other, and
+share no code with the library.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.rule
 
 
 class Reference:
-    """Training in one process, with all gradients there have been."""
+    """Training in one process, which keeps all past gradients."""
 
     def __init__(self, rule: Rule, limit: float | None = None) -> None:
         self.rule, self.limit = rule, limit
@@ -50,7 +50,7 @@ class Reference:
 @pytest.mark.parametrize("name", RULES)
 def test_rules_are_those_of_the_papers(strategy: Any, job: Any, name: str) -> None:
     make, rule = RULES[name]
-    # The last of 37 rows come in batches of 7, 5 and 1: some replicas get none.
+    # The last of 37 rows form batches of 7, 5 and 1 rows, so some replicas get no row.
     for size, dtype in ((10, "f8"), (16, "f8"), (12, "f4")):
         reference, model = Reference(rule), Model(strategy, make, dtype)
         for _, (batch, (x, y)) in zip(
@@ -95,7 +95,7 @@ def test_accumulation_does_not_communicate(strategy: Any, job: Any) -> None:
         variable = hs.Variable(np.zeros(2), name="v")
         optimizer = optimizers.SGD(1.0, accumulate_steps=3)
     strategy.run(optimizer.build, args=([variable],))
-    # Replica 0 is done with two calls before the others begin with the first.
+    # Replica 0 makes two calls before the other replicas begin their first call.
     if job.rank == 0:
         for _ in range(2):
             assert not _alone(strategy, optimizer, variable)
@@ -168,7 +168,8 @@ def test_sparse_gradients_are_dense_ones(
         one, other = (RULES[name][0](**options) for _ in range(2))
     rng = np.random.default_rng(job.rank)
     for step in range(4):
-        # Rows come twice, of several replicas, and none of replica 0 at times.
+        # Rows repeat, also on several replicas, and in some steps replica 0 has no
+        # rows.
         count = 0 if job.rank == 0 and step % 2 else 5
         indices = rng.integers(0, 6, count).astype("i4" if job.rank else "i8")
         rows = hs.IndexedSlices(rng.standard_normal((count, 2)), indices, (7, 2))
@@ -183,7 +184,7 @@ def test_rows_without_gradients_are_not_touched(strategy: Any, job: Any) -> None
     with strategy.scope():
         table = hs.Variable(np.ones((4, 2)), name="table")
         optimizer = optimizers.Adagrad(0.5)
-    # A row whose state cannot be computed with stays as it is.
+    # A row with NaN as state stays unchanged, because the step does not touch it.
     strategy.run(optimizer.build, args=([table],))
     optimizer.checkpoint_variables()["sum_of_squares/table"].component[3] = np.nan
     rows = hs.IndexedSlices(np.ones((1, 2)), [job.rank % 2])

@@ -1,4 +1,4 @@
-"""SGD on any number of replicas is SGD in one process on the whole batch."""
+"""SGD on any number of replicas equals SGD in one process on the whole batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.rule
 
 
 class Reference:
-    """The same in one process: the formulas of the documentation."""
+    """Training in one process, by the formulas of the documentation."""
 
     def __init__(self, rate: Any, momentum: float, nesterov: bool) -> None:
         self.rate = rate if callable(rate) else lambda step: rate
@@ -52,7 +52,7 @@ class Reference:
 def test_sgd_equals_sgd_of_one_process_on_ragged_batches(
     strategy: Any, job: Any, rate: Any, momentum: float, nesterov: bool
 ) -> None:
-    # The last batch of 37 rows has 7, 5, 2 or 1 of them: some replicas get none.
+    # The last batch has 7, 5, 2 or 1 of the 37 rows, so some replicas get no row.
     for batch_size in (10, 16, 5, 4):
         reference = Reference(rate, momentum, nesterov)
         with strategy.scope():

@@ -1,4 +1,4 @@
-"""Optimizers whose state is divided between the ranks: the same bits."""
+"""Optimizers whose state is divided between the ranks have the same bits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def train(
         gradients = [rng.standard_normal(v.shape).astype(v.dtype) for v in targets]
         pairs: list[Any] = list(zip(gradients, targets, strict=True))
         if number == 2:
-            # Some rows of one of them.
+            # The gradient of one variable has only some rows.
             rows = hs.IndexedSlices(pairs[2][0][:2], [replica % 7, 3], (7, 5))
             pairs[2] = rows, targets[2]
         optimizer.apply_gradients(pairs)
@@ -103,7 +103,7 @@ def test_checkpoints_know_nothing_of_it(strategy: Any, job: Any, folder: Path) -
             optimizer = hs.optimizers.Adam(0.01, sharded=before)
         train(strategy, optimizer, targets, 0, 2)
         hs.CheckpointManager(place, w=targets, optimizer=optimizer).save(2)
-        # Into state that is not there yet, and into some that is.
+        # Restore into state that does not exist yet, and into state that exists.
         for steps in (0, 1):
             targets = variables(strategy)
             with strategy.scope():

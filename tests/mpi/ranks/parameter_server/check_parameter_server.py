@@ -1,4 +1,4 @@
-"""Variables on servers, and functions that a coordinator gives to workers."""
+"""Variables on servers, and functions that a coordinator schedules on workers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _needs_three_ranks(job: Any) -> None:
 
 
 class Cluster:
-    """Lets rank 0 run the body of a test, and the others serve meanwhile."""
+    """A cluster in which rank 0 runs the body of a test, and the other ranks serve."""
 
     def __init__(self, job: Any) -> None:
         self.job = job
@@ -46,7 +46,7 @@ class Cluster:
         if self.job.rank:
             hs.Server(num_ps=num_ps).join()
             if self.job.rank <= num_ps:
-                # What this rank has mapped before as a worker.
+                # Collect files that this rank mapped in an earlier test as a worker.
                 gc.collect()
                 files = [path.resolve() for path in Path("/proc/self/fd").iterdir()]
                 assert not [file for file in files if "hpcstrat-shards" in file.name]
@@ -62,7 +62,7 @@ class Cluster:
 def cluster(
     job: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Cluster:
-    """Return what runs a body; once as if no two ranks were on one node."""
+    """Return a cluster; with "messages", it acts as if each rank had its own node."""
     if request.param == "messages":
         found = WakeupPipes.place
         monkeypatch.setattr(
@@ -105,7 +105,7 @@ def test_an_error_is_raised_once_and_cancels_what_is_queued(cluster: Cluster) ->
         time.sleep(0.02)
 
     def fail() -> None:
-        # Until all are scheduled, also where cores are short.
+        # Wait until all functions are scheduled, even on a busy machine.
         time.sleep(0.5)
         raise KeyError("of the function")
 
@@ -134,7 +134,7 @@ def test_an_error_is_raised_once_and_cancels_what_is_queued(cluster: Cluster) ->
 
 @dataclasses.dataclass(frozen=True)
 class Scaled:
-    """A function whose objects all compare equal."""
+    """A function whose instances all compare equal."""
 
     factor: int = dataclasses.field(compare=False)
     unseen: list[int] = dataclasses.field(default_factory=list, compare=False)
@@ -143,7 +143,7 @@ class Scaled:
         return self.factor * number
 
     def count(self) -> int:
-        """Return how often this object was called in this process."""
+        """Return the number of calls of this instance in this process."""
         self.unseen.append(0)
         return len(self.unseen)
 
@@ -155,7 +155,7 @@ def test_functions_that_compare_equal_are_told_apart(job: Any) -> None:
         values = [coordinator.schedule(function, (10,)) for function in functions]
         values += [coordinator.schedule(f.__call__, (10,)) for f in functions]
         assert coordinator.fetch(values) == 2 * [0, 10, 20, 30]
-        # The methods of one object are pickled once, those of another one again.
+        # Methods of the same object share one pickle, so a worker keeps its count.
         for function in functions[:2]:
             counts = [coordinator.schedule(function.count) for _ in range(20)]
             assert sum(coordinator.fetch(counts)) >= 20 * 21 / 2 / (job.size - 2)
@@ -181,7 +181,7 @@ def test_threads_of_the_coordinator_may_schedule_fetch_and_update(
                 count.assign_add(one)
                 rows = hs.IndexedSlices(np.ones((1, 3)), [index])
                 table.scatter_add(rows)
-                # A thread reads what it has written.
+                # A thread reads the values that it has written.
                 assert table.numpy()[index].tolist() == [number + 1.0] * 3
                 assert value.fetch() == (index, number)
             coordinator.join()
@@ -276,14 +276,14 @@ class Trainer:
         self.total = made(strategy, 0.0)
 
     def step(self, number: float) -> str:
-        """Use what is here on workers."""
+        """Use the coordinator's attributes on a worker, which is allowed."""
         assert self.coordinator.strategy is self.strategy
         assert hs.coordinator.ClusterCoordinator(self.strategy) is self.coordinator
         self.total.assign_add(number)
         return repr(self.coordinator)
 
     def schedule_from_worker(self) -> None:
-        """Do what only the coordinator can."""
+        """Schedule from a worker, which only the coordinator may do."""
         self.coordinator.schedule(self.step, (1.0,))
 
 
@@ -315,7 +315,7 @@ def test_many_writers_lose_no_update_and_readers_see_whole_ones(
 ) -> None:
     def body(strategy: Any, coordinator: Any) -> None:
         vector = made(strategy, np.zeros(20_000))
-        # Shown as where it is: no server is asked.
+        # The repr shows where the variable is, without a request to a server.
         assert "float64[20000] on ranks" in repr(vector)
         assert "on ranks" in vector._repr_html_()
         count = made(strategy, np.int64(0))
@@ -545,7 +545,7 @@ def test_a_save_while_functions_write_is_refused(job: Any, tmp_path: Path) -> No
 def test_large_values_are_saved_and_restored_in_pieces(
     job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Neither pieces nor shards end where blocks of the file do.
+    # Neither pieces nor shards end at the ends of the file's blocks.
     monkeypatch.setattr(pieces, "_PIECE_BYTES", 300_001)
     start = np.random.default_rng(0).normal(size=(40_001, 10)).astype(np.float32)
     steps = []
@@ -564,7 +564,7 @@ def test_large_values_are_saved_and_restored_in_pieces(
                 assert count.numpy() == 4
             strategy.apply_gradients(optimizer, [(start, table)])
             if steps:
-                # With the momentum of the step before.
+                # The momentum of the previous step is part of this step.
                 np.testing.assert_allclose(table.numpy(), -2.5 * start, rtol=1e-6)
                 continue
             count.assign_add(np.int8(1))
@@ -576,7 +576,7 @@ def test_large_values_are_saved_and_restored_in_pieces(
             with h5py.File(first) as one, h5py.File(last) as other:
                 for file in (one, other):
                     np.testing.assert_array_equal(file["variables/net/0"], -start)
-            # The variables of the program that ends.
+            # Delete the variables, so that the next program starts without them.
             del table, count, optimizer, objects, manager
 
     partitioner = hs.partitioners.FixedShardsPartitioner(3)
@@ -585,13 +585,13 @@ def test_large_values_are_saved_and_restored_in_pieces(
 
 
 def rise(call: Callable[[], Any]) -> int:
-    """Return how many bytes this process has needed more in a call than before."""
+    """Return the increase of this process's peak memory in a call, in bytes."""
 
     def bytes_of(kind: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return int(next(line for line in lines if kind in line).split()[1]) << 10
 
-    # proc(5): the most is then what it is now.
+    # See proc(5): this resets the peak to the current memory.
     Path("/proc/self/clear_refs").write_text("5")
     before = bytes_of("VmRSS")
     call()
@@ -634,14 +634,14 @@ def variables_of_net() -> list[Any]:
 
 
 def apply(optimizer: Any, variables: Any, number: int, replicas: int = 1) -> None:
-    """Make a step, the same whatever the number of replicas."""
+    """Make a step whose effect does not depend on the number of replicas."""
     rows = np.arange(21.0).reshape(7, 3) - 3.0 * number
     gradients = rows / replicas, np.float64(number) / replicas
     optimizer.apply_gradients(list(zip(gradients, variables, strict=True)))
 
 
 def two_steps(folder: Path, strategy: Any, first: int, run: Any) -> list[Any]:
-    """Restore, make two steps by Adam, and save; return the variables."""
+    """Restore, make two steps of Adam, and save; return the variables."""
     with strategy.scope():
         variables, optimizer = variables_of_net(), hs.optimizers.Adam(0.1)
     manager = hs.CheckpointManager(folder, net=variables, optimizer=optimizer)
@@ -701,7 +701,7 @@ def test_state_waits_for_a_variable_that_comes_after_the_restore(
             pairs = [(np.ones(3), variable)]
             coordinator.schedule(optimizer.apply_gradients, (pairs,)).fetch()
             manager.save(1 + round_)
-            # One step with momentum of none, and with that of one before.
+            # One step has no earlier momentum, the next one has that of the first step.
             np.testing.assert_allclose(variable.numpy(), -1 - 0.5 * round_)
             del variable, pairs
 
@@ -709,7 +709,7 @@ def test_state_waits_for_a_variable_that_comes_after_the_restore(
 
 
 class HeldError(Exception):
-    """Cannot be pickled."""
+    """An error that cannot be pickled, because it has a lock."""
 
     def __init__(self) -> None:
         super().__init__("of the server")
@@ -746,7 +746,7 @@ def test_an_error_that_cannot_be_pickled_is_told_and_ends_no_server(
 
 
 class RootedError(Exception):
-    """Can be unpickled where it was pickled alone."""
+    """An error that can be unpickled only in the process that pickled it."""
 
     def __reduce__(self) -> Any:
         return rooted, (os.getpid(),)
@@ -771,7 +771,7 @@ def test_an_error_that_is_unknown_here_is_told(job: Any) -> None:
 
 
 class Slow(hs.optimizers.SGD):
-    """Takes its time for a step, and may fail then."""
+    """An optimizer whose steps are slow, and may fail."""
 
     fails = False
 
@@ -797,7 +797,7 @@ def test_each_function_has_its_own_errors(cluster: Cluster, job: Any) -> None:
         def fail() -> None:
             raise KeyError("of the function")
 
-        # So that workers have some ahead.
+        # Schedule more functions, so that each worker has some in its queue.
         for _ in range(20):
             coordinator.schedule(int)
         coordinator.join()
@@ -837,12 +837,12 @@ def test_functions_scheduled_after_an_error_all_run(cluster: Cluster, job: Any) 
             while True:
                 coordinator.schedule(int)
 
-        # So that workers have some ahead.
+        # Schedule more functions, so that each worker has some in its queue.
         for _ in range(20):
             coordinator.schedule(int)
         coordinator.join()
-        # The server finds out that it cannot make this update when the error of the
-        # other function is known for long.
+        # The server notices that this update fails long after the error of the other
+        # function is known.
         pairs = [(np.ones(3), variable)]
         late = coordinator.schedule(bad.apply_gradients, (pairs,))
         coordinator.schedule(fail, (KeyError("of the function"),))
@@ -860,7 +860,7 @@ def test_functions_scheduled_after_an_error_all_run(cluster: Cluster, job: Any) 
 
 
 class Hollow:
-    """Cannot be iterated over."""
+    """An object that cannot be iterated over."""
 
     def __iter__(self) -> Any:
         raise LookupError("of the iterator")
@@ -901,7 +901,7 @@ def test_an_interrupted_question_leaves_its_answer_to_no_other(
 
         interrupt(values[0])
         assert [value.fetch()[-1] for value in values[1::-1]] == [1, 0]
-        # Nor does the worker wait at its end for somebody to take it.
+        # The worker does not wait at its end for a receiver of the answer.
         interrupt(values[2])
 
     cluster.run(body, job.size - 2)
@@ -914,7 +914,7 @@ def test_large_messages_come_in_pieces_and_in_order(
 
     def body(strategy: Any, coordinator: Any) -> None:
         lengths = [10, 200_000, 0, 90_000, 5] * 6
-        # Pickled in one piece, and as an array beside it.
+        # Send one value pickled in one piece, and one value with a separate array.
         texts = [str(number) * length for number, length in enumerate(lengths)]
         both = {"text": texts[1], "array": np.arange(50_000)}
         values = [coordinator.schedule(lambda x: x + x, (text,)) for text in texts]
@@ -982,7 +982,7 @@ def test_sparse_steps_do_not_depend_on_the_number_of_shards(
     for table in found[1:]:
         np.testing.assert_array_equal(table, found[0])
     if found and make == "SGD":
-        # The velocity of row 0 has moved in the steps without it.
+        # Momentum moves the velocity of row 0 in steps without a gradient for it.
         np.testing.assert_array_equal(found[0][0], [-0.875] * 2)
 
 
@@ -996,7 +996,7 @@ def test_options_that_are_changed_back_are_those_of_each_step(job: Any) -> None:
             own.apply_gradients([(np.ones(3), variable)])
 
         coordinator.schedule(step, (optimizer,)).fetch()
-        # By another client of the server than before and after.
+        # A different client of the server makes this step.
         optimizer.momentum = 0.0
         strategy.apply_gradients(optimizer, [(np.ones(3), variable)])
         optimizer.momentum = 0.5
@@ -1022,7 +1022,7 @@ def test_servers_keep_nothing_of_what_is_gone(job: Any) -> None:
         gc.collect()
         coordinator.done()
         assert sum(map(len, states())) == 0
-        # Nothing that lay on a lost server fails later calls.
+        # Variables on a lost server make no later calls fail.
         client.mailbox.lost.update(client.servers)
         del other
         gc.collect()
@@ -1076,7 +1076,7 @@ def test_spare_ranks_wait_for_losses_alone(job: Any) -> None:
 
 @pytest.mark.parametrize("names_tasks", [False, True])
 def test_a_resolver_says_which_rank_does_what(job: Any, names_tasks: bool) -> None:
-    """Or the arguments of the reference do, on those that serve."""
+    """Alternatively, the arguments of tf.distribute give the roles of serving ranks."""
     kinds = ["worker"] * (job.size - 2) + ["ps", "chief"]
     cluster = {kind: ["host:1"] * kinds.count(kind) for kind in kinds}
     spec = hs.cluster_resolver.ClusterSpec(cluster)
@@ -1112,7 +1112,7 @@ def test_workers_run_the_program_themselves_without_a_coordinator(
     assert workers == (0, *range(2, job.size))
     assert workers[strategy.worker_index] == job.rank
     with strategy.scope():
-        # The first worker's value holds.
+        # The value of the first worker counts.
         count = hs.Variable(np.int64(1000 * job.rank), name="count")
         slow = hs.Variable(np.zeros(3), name="slow")
         optimizer = hs.optimizers.SGD(1.0, momentum=0.5)
@@ -1126,7 +1126,7 @@ def test_workers_run_the_program_themselves_without_a_coordinator(
         count.assign_add(np.int64(1))
         strategy.run(optimizer.apply_gradients, ([(np.zeros(3), slow)],))
     deadline = time.monotonic() + 20
-    # Nobody waits for the others: they are seen to be done.
+    # A worker polls until the other workers are done, because no call waits for them.
     while optimizer.iterations.numpy() < 20 * len(workers):
         assert time.monotonic() < deadline
     assert count.numpy() == 20 * len(workers)
@@ -1186,7 +1186,7 @@ def test_a_rank_without_room_for_a_pipe_looks_by_itself(
 
 
 class Waker(logging.Handler):
-    """Lets a stopped process go on once something is said."""
+    """A log handler that resumes a stopped process when a message is logged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1205,7 +1205,7 @@ def test_a_stopped_worker_is_named_and_holds_up_nobody_else(
     waker = Waker()
 
     def body(strategy: Any, coordinator: Any) -> None:
-        # A setting would have to be the same for all strategies that are open.
+        # Patch the mailbox: a setting would have to be equal for all open strategies.
         monkeypatch.setattr(strategy.client.mailbox, "warn_seconds", 0.2)
         where = made(strategy, np.int64(0))
 

@@ -1,4 +1,4 @@
-"""Central storage: one copy in a worker, with the values of mirrored variables."""
+"""Central storage: one copy per worker, with the same values as mirrored variables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.mpi.ranks.outcomes import assert_told, assert_usable, outcome
 
 pytestmark = pytest.mark.rule
 
-# Of less than a line of the cache, of no elements, of no even parts, of several blocks.
+# Shapes smaller than a cache line, without elements, uneven, and of several blocks.
 SHAPES = [(3,), (), (0, 2), (33, 7), (5, 14009)]
 RULES: dict[str, Any] = {
     "momentum": lambda: optimizers.SGD(0.1, momentum=0.9),
@@ -51,7 +51,7 @@ def _gradients(rank: int, step: int, variables: list[Any], sparse: bool) -> list
     numbers = np.random.default_rng((rank, step))
     found: list[Any] = [numbers.normal(size=v.shape).astype(v.dtype) for v in variables]
     if sparse:
-        # Some rows of it come twice, and from several replicas.
+        # Some rows occur twice, also on several replicas.
         index = max(n for n, v in enumerate(variables) if v.ndim and v.size)
         count = len(found[index])
         rows, picked = numbers.integers(0, count, (2, 5))
@@ -95,7 +95,8 @@ def test_steps_are_those_of_mirrored_variables(
             assert int(optimizer.iterations) == 3
         for mirrored, own in zip(*found, strict=True):
             assert own.dtype == mirrored.dtype
-            # A norm is summed by slices, and workers' sums in another order.
+            # For other rules the bits may differ: they sum a norm by slices, and
+            # workers' sums are added in another order.
             if one_worker and name in ("momentum", "adagrad"):
                 assert own.tobytes() == mirrored.tobytes()
             else:
@@ -169,7 +170,7 @@ def test_updates_in_replica_context_are_aggregated(central: Any, job: Any) -> No
                     synchronization=synchronization,
                 )
             for times in range(1, 4):
-                # Every rank sees the whole of each update, and nothing of the next.
+                # Every rank sees each whole update, and nothing of the next update.
                 new = central.run(lambda v=variable: v.assign_add(own))
                 np.testing.assert_allclose(central.local_value(new), times * expected)
                 np.testing.assert_allclose(variable.value(), times * expected)
@@ -264,7 +265,7 @@ def test_accumulation_and_metrics_stay_with_each_replica(
 
 
 class _Failing(optimizers.SGD):
-    """A rule that fails where it is told to."""
+    """An update rule that fails if its ``fails`` is set."""
 
     fails = False
 
@@ -278,8 +279,8 @@ def test_an_error_of_one_rank_is_one_of_all(central: Any, job: Any) -> None:
     faulty = job.rank == job.size - 1
     with central.scope():
         variable = hs.Variable(np.zeros(64), name="v", aggregation="sum")
-        # One for each rank: of rules that are not known to be of elements, each has
-        # whole variables.
+        # Make a variable for each rank: a rule that may not act by elements updates
+        # whole variables, so each rank must have one.
         others = [hs.Variable(np.zeros(9), name=f"o{n}") for n in range(job.size)]
         optimizer = _Failing(1.0)
     optimizer.fails = faulty
@@ -293,7 +294,7 @@ def test_an_error_of_one_rank_is_one_of_all(central: Any, job: Any) -> None:
     ]
     for kind, attempt in attempts:
         if kind is ZeroDivisionError and central.topology.num_workers > 1:
-            # The last rank need not have a slice.
+            # The last rank may have no slice, and then nothing fails.
             optimizer.fails = True
             assert isinstance(outcome(attempt), (ZeroDivisionError, hs.ReplicaError))
         else:

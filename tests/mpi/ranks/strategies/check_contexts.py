@@ -1,4 +1,4 @@
-"""Contexts: which strategy is current, and what each side of it allows."""
+"""Contexts: the current strategy, and the calls that each context allows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.rule
 
 
 def place() -> tuple[bool, bool, bool]:
-    """Return what a program can see of its context."""
+    """Return whether there is a strategy, replica context and cross-replica context."""
     context = hs.get_replica_context()
     return hs.has_strategy(), context is not None, hs.in_cross_replica_context()
 
@@ -148,7 +148,7 @@ def test_strategy_that_is_set_is_current_until_it_is_unset(
             error = outcome(hs.experimental_set_strategy, strategy)
             assert type(error) is RuntimeError
 
-    # In a copy, so that a failure does not leave the strategy set.
+    # Run in a copied context, so that a failure does not leave the strategy set.
     contextvars.copy_context().run(program)
     assert place() == OUTSIDE
 

@@ -1,4 +1,4 @@
-"""Calls of programs for the first tf.distribute: steps, updates without a variable."""
+"""Calls from the first version of tf.distribute: steps, and non-slot updates."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ def test_update_non_slot_runs_once_with_components(strategy: Any, job: Any) -> N
         def update_fn(scale: Any, *, more: Any) -> Any:
             assert hs.in_cross_replica_context()
             assert not isinstance(scale, hs.DistributedValues)
-            # In update context an assignment acts on this component, unaggregated.
+            # In update context, an assignment changes this component, without
+            # aggregation.
             power.assign(power.component * scale + more)
             calls.append(scale)
             return {"value": power.component * 2, "name": "beta"}
@@ -167,7 +168,7 @@ def _iterator(strategy: Any, batch_size: int = 5) -> Any:
 def test_steps_keep_the_last_outputs(
     strategy: Any, job: Any, op: Any, inside: bool
 ) -> None:
-    """Five steps; the last global batch is short, so that replicas may get nothing."""
+    """Make five steps; the last batch is short, so that replicas may get no rows."""
     with strategy.scope():
         total = hs.Variable(np.float64(0), synchronization="on_read", aggregation="sum")
     steps = []
@@ -205,7 +206,7 @@ def test_steps_keep_the_last_outputs(
 
 
 def test_training_by_steps_is_that_of_one_process(strategy: Any, job: Any) -> None:
-    """Gradient descent on the mean of squares, also with empty parts of a batch."""
+    """Gradient descent on a mean of squares, also with replicas that get no rows."""
     with strategy.scope():
         weight = hs.Variable(np.float64(0))
         optimizer = hs.optimizers.SGD(0.1)

@@ -1,4 +1,4 @@
-"""Names of the first tf.distribute, and of its experimental module, at work."""
+"""Names from the first version of tf.distribute, and from its experimental module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_runs_with_an_iterator_see_each_row_once(strategy: Any, job: Any) -> Non
     assert total == ROWS.sum()
     with pytest.raises(OutOfRangeError):
         strategy.experimental_run(np.sum, iterator)
-    # The next epoch.
+    # Start the next epoch.
     iterator.initialize()
     first = strategy.gather(iterator.get_next(), axis=0)
     np.testing.assert_array_equal(first, ROWS[:4])

@@ -1,6 +1,6 @@
-"""A strategy of one's own, as the recipe says it: variables averaged every few steps.
+"""A user-defined strategy, as in the recipe, which averages variables every few steps.
 
-It changes all that a kind of strategy may: arguments, variables, steps of optimizers.
+The strategy uses all extension points: arguments, variables, steps of optimizers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.rule
 
 
 class AveragedVariable(SyncOnReadVariable):
-    """A variable whose value outside of replica functions is the mean of all copies."""
+    """A variable that outside of replica functions is the mean of all copies."""
 
     def _initialize(self, initial_value: Any, dtype: Any) -> Any:
         self.synchronization = hs.VariableSynchronization.ON_READ
@@ -31,13 +31,13 @@ class AveragedVariable(SyncOnReadVariable):
 
 
 class AveragedCopies(Copies):
-    """Each rank updates its copies by its own gradients."""
+    """An update backend in which each rank applies its own gradients to its copies."""
 
     sums_whole = False
     sums_in_place = False
 
     def reduce(self, gradients: list[Any], out: Any) -> list[Any]:
-        # Rows, as IndexedSlices, are merged into arrays of their own anyway.
+        # Rows in IndexedSlices need no copy, because merging them makes new arrays.
         return [g if isinstance(g, IndexedSlices) else g.copy() for g in gradients[0]]
 
     def all_finite(self, finite: bool) -> bool:
@@ -50,7 +50,8 @@ class AveragedCopies(Copies):
     def update(self, optimizer: Any, gradients: list[Any], routine: Any) -> None:
         optimizer.update_here(gradients, routine)
         if (int(optimizer.iterations) + 1) % self._strategy.every == 0:
-            # Of this step, which here has all variables, with the optimizer's state.
+            # Average the targets of this step: all variables, and the optimizer's
+            # state.
             arrays = [array for _, wholes in routine.targets for array in wholes]
             self._call("mean", arrays, "average", out=arrays)
 
@@ -61,7 +62,7 @@ class AveragedCopies(Copies):
 
 
 class AveragingStrategy(MpiStrategy):
-    """Training on all ranks, apart; averages of variables after every few steps."""
+    """Training on each rank separately, with averages of variables every few steps."""
 
     sums_each_step = False
 
@@ -91,12 +92,12 @@ def averaging(topology_layout: Any, kept_strategies: dict[str, Any]) -> Any:
 
 
 def _expected(size: int, steps: int, limit: float) -> Any:
-    """Return the value of each replica after steps of SGD with momentum."""
+    """Return the value of each replica after some steps of SGD with momentum."""
     values, speeds = np.ones((size, 4)), np.zeros((size, 4))
     for step in range(steps):
         for replica in range(size):
             gradient = np.arange(4.0) * (replica + 1) + step
-            # Each clips by the norm of its own.
+            # Each replica clips by the norm of its own gradient.
             gradient *= min(1.0, limit / np.linalg.norm(gradient))
             speeds[replica] = 0.5 * speeds[replica] + gradient
             values[replica] -= 0.25 * speeds[replica]
@@ -157,7 +158,7 @@ def test_what_needs_whole_sums_is_refused(averaging: Any, job: Any) -> None:
 
 
 def test_a_step_is_left_out_on_all_ranks_or_none(job: Any) -> None:
-    # Settings of its own, while others are open: they need a communicator of its own.
+    # Other settings than those of open strategies need a separate communicator.
     comm, settings = hs.Topology.world(), hs.Settings(non_finite="skip")
     with AveragingStrategy(2, comm=comm, settings=settings) as strategy:
         made = _made(strategy)

@@ -1,4 +1,4 @@
-"""Strategies: results of run, algorithms that users name, mismatches and errors."""
+"""Strategies: results of run, algorithms that users choose, mismatches and errors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def test_every_mismatch_is_an_error_on_every_rank_that_names_both_calls(
             assert first in str(error), (first, second)
             assert second in str(error), (first, second)
             assert f"rank {odd} called" in str(error)
-            # Where the program called, which for all_reduce is a helper of the tests.
+            # The error names the place of the call; for all_reduce, this is a helper of
+            # the tests.
             assert "check_" in str(error) or "sums.py" in str(error)
     assert_usable(strategy, job)
 
@@ -82,14 +83,14 @@ def test_nests_of_another_structure_are_a_mismatch(strategy: Any, job: Any) -> N
 
 
 class _Idle(hs.ReductionToOneDevice):
-    """Moves nothing, so that a mismatch that is not found hangs nobody."""
+    """An algorithm that moves no data, so that an unnoticed mismatch is no deadlock."""
 
     def all_reduce(self, flat: Any, topology: Any, piece_bytes: int) -> None:
-        """Leave the buffer as it is."""
+        """Leave the buffer unchanged."""
 
 
 class _OtherIdle(_Idle):
-    """Another algorithm."""
+    """An algorithm of another class."""
 
 
 @pytest.mark.parametrize("other", ["algorithm", "root", "bytes_per_pack"])
@@ -112,7 +113,7 @@ def test_swapped_calls_are_an_error_on_every_rank(strategy: Any, job: Any) -> No
     for _ in range(3):
         for call in calls:
             CALLS[call](strategy)
-    # Both calls are well known by now.
+    # Both calls were made before, so that they use the plans of earlier calls.
     order = calls[:: -1 if job.rank == job.size - 1 else 1]
     errors = [outcome(CALLS[call], strategy) for call in order]
     kind = hs.CollectiveError if job.size > 1 else type(None)
@@ -145,7 +146,7 @@ def test_a_call_left_out_inside_run_is_an_error_on_every_rank(
 
 
 def test_a_call_left_out_at_the_end_of_run_is_named(strategy: Any, job: Any) -> None:
-    # Other calls in equally many runs: the strategy stays usable.
+    # The calls differ but the numbers of runs are equal, so the strategy stays usable.
     def step() -> Any:
         if job.rank:
             return hs.get_replica_context().all_reduce("sum", np.ones(3))
@@ -175,7 +176,7 @@ def test_a_run_too_many_on_one_rank_is_told_until_all_begin_anew(
 
 
 class _Planted(Exception):
-    """What a replica function raises."""
+    """The error that a replica function raises."""
 
 
 def _faulty_step(job: Any, faulty: set[int], place: int) -> Any:
@@ -218,7 +219,7 @@ def test_an_error_on_random_ranks_is_raised_on_all_and_training_goes_on(
             assert strategy.reduce("sum", result, axis=None) == expected * job.size
 
 
-# Errors of all layouts that Python knows, some of whose classes make text themselves.
+# Errors of all memory layouts in Python; some classes build their text themselves.
 ERRORS = [
     ValueError("v"),
     KeyError("k"),
@@ -254,7 +255,8 @@ def test_errors_of_every_class_reach_the_other_ranks(
                 fine = error is planted
             else:
                 fine = isinstance(error, hs.ReplicaError) and name in str(error)
-            # Not asserted yet, so that no rank leaves the others behind.
+            # Collect failures and assert later, so that no rank leaves before the
+            # others.
             unusable = outcome(assert_usable, strategy, job)
             failing += [] if fine and unusable is None else [(name, error, unusable)]
         assert failing == []
@@ -346,7 +348,7 @@ def test_local_results_are_those_of_this_worker(strategy: Any, job: Any) -> None
     if job.size > 1:
         assert found == (all_of_them if mirrored else ({"rank": job.rank},))
     assert strategy.experimental_local_results(5) == (5,)
-    # A structure counts as one that each replica has, whatever is in it.
+    # A plain nest counts as a value of each replica, whatever its leaves are.
     times = job.size if mirrored else 1
     for nest in ([1, "two"], {"a": (None,)}, []):
         assert strategy.experimental_local_results(nest) == (nest,) * times
@@ -384,7 +386,7 @@ def test_calls_of_two_strategies_in_another_order_are_a_mismatch(
     with make_strategy() as first, make_strategy() as second:
         pair = (first, second) if job.rank else (second, first)
         errors = [outcome(pair[0].barrier), outcome(pair[1].gather, np.ones(1), 0)]
-        del errors  # Equal calls in equal order are fine, whoever makes them.
+        del errors  # Equal calls match, even of swapped strategies.
         order = [first.barrier, lambda: second.reduce("sum", 1, axis=None)]
         errors = [outcome(call) for call in (order if job.rank else order[::-1])]
         kind = hs.CollectiveError if job.size > 1 else type(None)

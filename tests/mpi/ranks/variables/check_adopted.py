@@ -105,7 +105,7 @@ def test_adopted_outside_of_scopes_is_a_plain_variable() -> None:
 
 
 def test_a_thread_without_a_context_reduces_by_the_strategy(strategy: Any) -> None:
-    """As the hooks of frameworks do."""
+    """A thread without a context reduces, like the hooks of frameworks."""
     totals: list[Any] = []
     thread = threading.Thread(
         target=contextvars.Context().run,

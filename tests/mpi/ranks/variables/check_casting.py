@@ -1,4 +1,4 @@
-"""One rule says which values a variable takes, whatever gives them to it."""
+"""One rule decides which values a variable accepts, for all ways to assign them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.mpi.ranks.outcomes import assert_told, assert_usable, outcome
 pytestmark = pytest.mark.rule
 
 
-# What a variable of a type is given, and whether the type holds it as it is.
+# Type of the variable, value, and whether the variable accepts this value.
 GIVEN: list[tuple[str, Any, bool]] = [
     ("int32", 3, True),
     ("int32", 0.9, False),
@@ -74,12 +74,12 @@ def test_values_are_taken_as_they_are_or_refused(
             value = np.ma.array(value, mask=True)
 
         def update(variable: Any, value: Any = value) -> Any:
-            # Rows are refused where they are made, or where they are used.
+            # Wrong rows are refused when they are made, or when they are used.
             return getattr(variable, method)(
                 hs.IndexedSlices(value, [1]) if scatters else value
             )
 
-        # Rows that belong to no variable yet are float32 where they are plain numbers.
+        # Rows of plain numbers are float32 before they belong to a variable.
         fits = taken and not (scatters and number == 1e300)
         divides = method == "scatter_div" and dtype.startswith(("int", "uint"))
         orders = method in ("scatter_min", "scatter_max") and dtype == "complex64"
@@ -123,7 +123,7 @@ def test_rows_that_one_rank_may_not_cast_fail_on_all(strategy: Any, job: Any) ->
 
 def test_first_values_are_cast_by_the_same_rule(strategy: Any) -> None:
     for dtype, number, taken in GIVEN:
-        # Where a type is asked for, arrays take it, too.
+        # If a type is requested, arrays are cast to it, too.
         fits = taken or (
             isinstance(number, np.generic)
             and (np.dtype(dtype).kind == "f" or number.dtype.kind == "i")

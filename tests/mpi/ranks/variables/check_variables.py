@@ -30,7 +30,7 @@ METHODS = ("assign", "assign_add", "assign_sub")
 
 
 def in_replica(strategy: Any, function: Any, *args: Any) -> Any:
-    """Call in replica context, and return this replica's part of the result."""
+    """Call a function in replica context; return this replica's part of the result."""
     return strategy.local_value(strategy.run(function, args=args))
 
 
@@ -254,7 +254,7 @@ def test_scattered_rows_are_combined_like_numpy(strategy: Any, job: Any) -> None
         scatter = getattr(variable, method)
         own = hs.IndexedSlices(rows[job.rank], indices[job.rank])
         if method in REFUSED[aggregation]:
-            # In each context, and for any number of replicas.
+            # The error is raised in each context, and for any number of replicas.
             error = outcome(scatter, hs.IndexedSlices(rows[0], indices[0]))
             assert isinstance(error, NotImplementedError)
             error = outcome(strategy.run, scatter, (own,))

@@ -1,4 +1,4 @@
-"""Variables where NumPy's functions want arrays, and where only arrays will do."""
+"""Variables as arguments of NumPy functions, and operations that need real arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ START = np.array([[1.0, -2.0], [3.0, 4.0]])
 
 @pytest.fixture(params=["plain", "on_write", "on_read"])
 def variable(request: pytest.FixtureRequest, strategy: Any) -> Any:
-    """Return a variable of each kind."""
+    """Return a variable of the kind of the test's parameter."""
     if request.param == "plain":
         return hs.Variable(START)
     options = {"synchronization": request.param, "aggregation": "only_first_replica"}
@@ -90,6 +90,6 @@ def test_attributes_of_arrays_name_value(
 def test_writes_to_elements_name_the_methods(variable: Any) -> None:
     with pytest.raises(TypeError, match="use assign, assign_add or assign_sub, or sca"):
         variable[0, 0] = 7.0
-    # A copy: the variable does not change.
+    # Indexing returns a copy, so the variable does not change.
     variable[0:1][...] = 7.0
     np.testing.assert_array_equal(variable, START)

@@ -1,4 +1,4 @@
-"""CUDA's runtime. As in CuPy, ``cupy.cuda.nccl`` has to be imported by itself."""
+"""The CUDA runtime; ``cupy.cuda.nccl`` needs its own import, as in CuPy."""
 
 from cupy.cuda import device, memory, nvtx, pinned_memory, runtime, stream
 from cupy.cuda.device import Device, get_device_id
@@ -30,7 +30,7 @@ from cupy.cuda.stream import (
 
 
 def is_available():
-    """Tell whether there is a device."""
+    """Return whether there is a device."""
     try:
         return runtime.getDeviceCount() > 0
     except runtime.CUDARuntimeError:

@@ -1,11 +1,11 @@
-"""Devices."""
+"""CUDA devices."""
 
 from cupy import _queues
 from cupy.cuda import runtime
 
 
 class Device:
-    """A CUDA device; in a ``with`` statement, the thread's current one."""
+    """A CUDA device; a ``with`` statement makes it the thread's current device."""
 
     def __init__(self, device=None):
         if device is None:
@@ -38,7 +38,7 @@ class Device:
             return self.id < other.id
         return NotImplemented
 
-    # As CuPy's, which defines comparisons only.
+    # Like CuPy's class, which defines only comparisons.
     __hash__ = None
 
     @classmethod
@@ -47,7 +47,7 @@ class Device:
         return cls(runtime.deviceGetByPCIBusId(pci_bus_id))
 
     def use(self):
-        """Make it the thread's current device."""
+        """Make this device the thread's current device."""
         runtime.setDevice(self.id)
 
     def synchronize(self):
@@ -57,19 +57,19 @@ class Device:
 
     @property
     def compute_capability(self):
-        """Major and minor version as digits."""
+        """The digits of the major and minor version, such as "90"."""
         properties = runtime.getDeviceProperties(self.id)
         return f"{properties['major']}{properties['minor']}"
 
     @property
     def mem_info(self):
-        """Free and total memory in bytes."""
+        """The free and total memory in bytes."""
         with self:
             return runtime.memGetInfo()
 
     @property
     def pci_bus_id(self):
-        """The device's address on the host's bus."""
+        """The device's address on the PCI bus of the host."""
         return runtime.deviceGetPCIBusId(self.id)
 
 

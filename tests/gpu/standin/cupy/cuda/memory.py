@@ -20,7 +20,7 @@ class BaseMemory:
 
     @property
     def device(self):
-        """The device that holds it."""
+        """The device of this memory."""
         return _device.Device(self.device_id)
 
     def __int__(self):
@@ -32,7 +32,7 @@ def _raw_of(block):
 
 
 class Memory(BaseMemory):
-    """What ``cudaMalloc`` gives; other processes can open it."""
+    """Memory from ``cudaMalloc``, which other processes can open."""
 
     def __init__(self, size):
         self.size = size
@@ -46,13 +46,13 @@ class Memory(BaseMemory):
 
 
 class UnownedMemory(BaseMemory):
-    """Memory that somebody else owns, kept alive by ``owner``."""
+    """Memory that another object owns; ``owner`` keeps the memory alive."""
 
     def __init__(self, ptr, size, owner, device_id=-1):
         if device_id < 0:
             attributes = runtime.pointerGetAttributes(ptr)
             if ptr and size and attributes.type == runtime.memoryTypeUnregistered:
-                # CuPy finds no device for such an address.
+                # CuPy finds no device for such an address, either.
                 raise RuntimeError("UnownedMemory: the address is not a device's")
             device_id = max(attributes.device, 0) if ptr else runtime.getDevice()
         self.ptr = ptr
@@ -63,11 +63,11 @@ class UnownedMemory(BaseMemory):
 
 
 class PooledMemory(BaseMemory):
-    """Memory of a pool; the pool has it back when nobody refers to it."""
+    """Memory of a pool, which is returned when the last reference is gone."""
 
     def __init__(self, chunk, pool):
         self.pool = pool
-        # The stream of which the pool takes the memory for its own on return.
+        # The pool assigns returned memory to this stream.
         self._queue = stream._current_queue()
         self._block = chunk
         self._raw = chunk.raw
@@ -77,7 +77,7 @@ class PooledMemory(BaseMemory):
         pool._used[self.device_id] = pool._used.get(self.device_id, 0) + chunk.size
 
     def free(self):
-        """Give the memory back to the pool."""
+        """Return the memory to the pool."""
         block, self._block = self._block, None
         if block is None or _queues.ending():
             return
@@ -96,7 +96,7 @@ class PooledMemory(BaseMemory):
 
 
 class MemoryPointer:
-    """An address in a range of device memory, which it keeps alive."""
+    """An address in a range of device memory, which the pointer keeps alive."""
 
     def __init__(self, mem, offset):
         self.mem = mem
@@ -111,12 +111,12 @@ class MemoryPointer:
 
     @property
     def device(self):
-        """The device that holds it."""
+        """The device of this memory."""
         return self.mem.device
 
     @property
     def device_id(self):
-        """The number of that device."""
+        """The number of the device of this memory."""
         return self.mem.device_id
 
     def __add__(self, offset):
@@ -136,16 +136,16 @@ class MemoryPointer:
         return self.__iadd__(-offset)
 
     def copy_from_device(self, src, size):
-        """Copy from another place of a device, on the default stream."""
+        """Copy from another device address, on the default stream."""
         runtime.memcpy(self.ptr, src.ptr, size, runtime.memcpyDeviceToDevice)
 
     def copy_from_device_async(self, src, size, stream=None):
-        """Copy from another place of a device, on a stream."""
+        """Copy from another device address, on a stream."""
         kind = runtime.memcpyDeviceToDevice
         runtime.memcpyAsync(self.ptr, src.ptr, size, kind, _stream_ptr(stream))
 
     def copy_from_host(self, mem, size):
-        """Copy from the host and wait for it."""
+        """Copy from the host, and wait for the copy."""
         runtime.memcpy(self.ptr, _address(mem), size, runtime.memcpyHostToDevice)
 
     def copy_from_host_async(self, mem, size, stream=None):
@@ -154,7 +154,7 @@ class MemoryPointer:
         runtime.memcpyAsync(self.ptr, _address(mem), size, kind, _stream_ptr(stream))
 
     def copy_from(self, mem, size):
-        """Copy from the host or a device and wait for it."""
+        """Copy from the host or a device, and wait for the copy."""
         if isinstance(mem, MemoryPointer):
             self.copy_from_device(mem, size)
         else:
@@ -168,7 +168,7 @@ class MemoryPointer:
             self.copy_from_host_async(mem, size, stream)
 
     def copy_to_host(self, mem, size):
-        """Copy to the host and wait for it."""
+        """Copy to the host, and wait for the copy."""
         runtime.memcpy(_address(mem), self.ptr, size, runtime.memcpyDeviceToHost)
 
     def copy_to_host_async(self, mem, size, stream=None):
@@ -194,7 +194,7 @@ def _address(mem):
 
 
 class MemoryPool:
-    """CuPy's pool, which here gives no memory out twice."""
+    """CuPy's memory pool, which here never reuses memory."""
 
     def __init__(self, allocator=None):
         self._allocator = allocator
@@ -214,10 +214,10 @@ class MemoryPool:
         return MemoryPointer(PooledMemory(chunk, self), 0)
 
     def free_all_blocks(self, stream=None):
-        """Give memory that nobody uses back to the device."""
+        """Return unused memory to the device; there is none here."""
 
     def n_free_blocks(self):
-        """Return the number of blocks that nobody uses."""
+        """Return the number of unused blocks."""
         return 0
 
     def used_bytes(self):
@@ -226,26 +226,26 @@ class MemoryPool:
         return self._used.get(runtime.getDevice(), 0)
 
     def free_bytes(self):
-        """Return the bytes that the pool holds and nobody uses."""
+        """Return the number of unused bytes in the pool."""
         return 0
 
     def total_bytes(self):
-        """Return the bytes that the pool holds."""
+        """Return the number of bytes in the pool."""
         return self.used_bytes() + self.free_bytes()
 
     def set_limit(self, size=None, fraction=None):
-        """Limit the current device's memory."""
+        """Limit the memory that the pool may use on the current device."""
         if fraction is not None:
             size = int(fraction * _store.TOTAL_BYTES)
         self._limits[runtime.getDevice()] = size or 0
 
     def get_limit(self):
-        """Return the current device's limit; 0 is none."""
+        """Return the current device's limit in bytes; 0 means no limit."""
         return self._limits.get(runtime.getDevice(), 0)
 
 
 class OutOfMemoryError(MemoryError):
-    """A pool's limit, or the device's memory, does not suffice."""
+    """An error: the pool's limit, or the device's memory, is too small."""
 
     def __init__(self, size, total, limit=0):
         self._size, self._total, self._limit = size, total, limit
@@ -270,7 +270,7 @@ def alloc(size):
 
 
 def set_allocator(allocator=None):
-    """Set the allocator of all threads; None is no pool."""
+    """Set the allocator of all threads; None means allocation without a pool."""
     if getattr(_local, "allocator", None) is not None:
         raise ValueError("Can't change the global allocator inside `using_allocator`")
     _chosen[0] = _malloc if allocator is None else allocator
@@ -283,7 +283,7 @@ def get_allocator():
 
 @contextlib.contextmanager
 def _using_allocator(allocator=None):
-    """Use another allocator in this thread for a while."""
+    """Use another allocator in this thread, inside of a ``with`` block."""
     before = getattr(_local, "allocator", None)
     _local.allocator = _malloc if allocator is None else allocator
     try:

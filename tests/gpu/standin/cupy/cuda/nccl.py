@@ -1,14 +1,14 @@
 """NCCL: communicators of several processes of one host.
 
-As in CuPy, this module has to be imported by itself. Environment:
+As in CuPy, this module needs its own import. Variables of the environment:
 ``HPCSTRAT_STANDIN_NCCL=0`` (no library), ``HPCSTRAT_STANDIN_NCCL_VERSION`` (22809),
-``HPCSTRAT_STANDIN_NCCL_TIMEOUT`` (seconds for the ranks to come together, 30).
+``HPCSTRAT_STANDIN_NCCL_TIMEOUT`` (seconds until all ranks must have joined, 30).
 
-As in NCCL from 2.22 on, the ranks are connected for an algorithm when it is first used,
-in ``groupEnd`` of the caller's thread. ``HPCSTRAT_STANDIN_NCCL_FAULT`` (read there) is
-an algorithm, what is wrong with it, and the rank that has it: ``tree error 1`` cannot
-be connected, ``ring stuck 0`` is never done with that, ``ring endless 1`` is connected,
-but its kernel does not end, ``ring wrong 0`` gives wrong sums.
+As in NCCL since 2.22, the ranks connect for an algorithm at its first use, in
+``groupEnd`` of the caller's thread. ``HPCSTRAT_STANDIN_NCCL_FAULT`` (read there) names
+an algorithm, its fault, and the faulty rank: with ``tree error 1`` the connection
+fails, with ``ring stuck 0`` it never ends, with ``ring endless 1`` the kernel does not
+end, with ``ring wrong 0`` sums are wrong.
 """
 
 import os
@@ -49,11 +49,11 @@ _REDUCTIONS = {
     NCCL_MIN: np.minimum,
     NCCL_AVG: np.add,
 }
-# Since 2.22 NCCL connects the ranks at the first use of an algorithm.
+# Since 2.22, NCCL connects the ranks at the first use of an algorithm.
 _LATE = 22200
 _ALGORITHMS = ["tree", "ring"]
 _TREE_BYTES = 64 << 10
-# Since 2.30 NCCL lets ranks share a device, if it is told to.
+# Since 2.30, NCCL lets ranks share a device if a variable allows it.
 _SHARING = 23000
 _LET_SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
 _group = threading.local()
@@ -72,7 +72,7 @@ class NcclError(RuntimeError):
 
 
 def check_status(status):
-    """Raise for a status other than success."""
+    """Raise an error for a status other than success."""
     if status:
         raise NcclError(status)
 
@@ -88,7 +88,7 @@ def get_build_version():
 
 
 def get_unique_id():
-    """Return what one process tells the others: 128 bytes."""
+    """Return 128 bytes that one process sends to the others to form a communicator."""
     _queues.visible()
     return _nccl_shared.new_id()
 
@@ -154,14 +154,14 @@ class NcclCommunicator:
         self._connected.add(algorithm)
 
     def _fault(self, algorithm):
-        """Return what is wrong with an algorithm on this rank."""
+        """Return the fault of an algorithm on this rank, or ""."""
         words = os.environ.get("HPCSTRAT_STANDIN_NCCL_FAULT", "").split()
         matches = words and words[::2] == [algorithm, str(self._live().rank)]
         return words[1] if matches else ""
 
     @property
     def comm(self):
-        """NCCL's own pointer; 0 after the end."""
+        """The address of NCCL's communicator; 0 after the communicator's end."""
         return 0 if self._shared is None else id(self._shared)
 
     def _live(self):
@@ -175,7 +175,7 @@ class NcclCommunicator:
         return self._device
 
     def rank_id(self):
-        """Return the own rank."""
+        """Return this rank's number."""
         return self._live().rank
 
     def size(self):
@@ -183,11 +183,11 @@ class NcclCommunicator:
         return self._live().size
 
     def __del__(self):
-        """Destroy it, as CuPy does, also when the interpreter ends."""
+        """Destroy the communicator, like CuPy, also when the interpreter ends."""
         self.destroy()
 
     def destroy(self):
-        """Give the communicator up; waits for what was started, and all ranks."""
+        """End the communicator after the started calls, together with all ranks."""
         if self._shared is not None:
             with self._changed:
                 while self._finished < self._issued:
@@ -196,14 +196,14 @@ class NcclCommunicator:
             self._shared = None
 
     def abort(self):
-        """Stop what this rank has started, and give up, as all living ranks must."""
+        """Stop this rank's started calls, and end, as all living ranks must."""
         if self._shared is not None:
             self._shared.aborted = True
             self._shared.leave()
             self._shared = None
 
     def check_async_error(self):
-        """Raise what has gone wrong since."""
+        """Raise an error that has happened since the calls were started."""
         check_status(self._live().lost)
 
     def allReduce(self, sendbuf, recvbuf, count, datatype, op, stream):
@@ -221,7 +221,7 @@ class NcclCommunicator:
         self._start(call, stream, _reduced(shared, send, recv, op, root))
 
     def broadcast(self, sendbuff, recvbuff, count, datatype, root, stream):
-        """Copy from one rank to all."""
+        """Copy an array from one rank to all ranks."""
         shared = self._live()
         recv = _buffer(recvbuff, count, datatype)
         send = _buffer(sendbuff, count, datatype) if shared.rank == root else recv
@@ -229,11 +229,11 @@ class NcclCommunicator:
         self._start(call, stream, _broadcast(shared, send, recv, root))
 
     def bcast(self, buff, count, datatype, root, stream):
-        """Copy from one rank to all, in place."""
+        """Copy an array from one rank to all ranks, in place."""
         self.broadcast(buff, buff, count, datatype, root, stream)
 
     def reduceScatter(self, sendbuf, recvbuf, recvcount, datatype, op, stream):
-        """Reduce; each rank gets its part of the result."""
+        """Reduce an array; each rank gets its part of the result."""
         shared = self._live()
         total = recvcount * shared.size
         send, recv = self._buffers(sendbuf, recvbuf, total, recvcount, datatype)
@@ -249,12 +249,12 @@ class NcclCommunicator:
         self._start(call, stream, _gathered(shared, send, recv))
 
     def send(self, sendbuf, count, datatype, peer, stream):
-        """Send to another rank, which has to receive."""
+        """Send to another rank, which must receive."""
         data = _buffer(sendbuf, count, datatype).view(np.uint8)
         self._start_message("send", peer, stream, self._live().send(data, peer))
 
     def recv(self, recvbuf, count, datatype, peer, stream):
-        """Receive from another rank, which has to send."""
+        """Receive from another rank, which must send."""
         data = _buffer(recvbuf, count, datatype).view(np.uint8)
         self._start_message("recv", peer, stream, self._live().receive(data, peer))
 
@@ -309,7 +309,7 @@ def _chunks(data):
 
 
 def _total(shared, count, dtype, op):
-    # In rank order: NCCL's own order depends on its choice of algorithm.
+    # Add in rank order, unlike NCCL, whose order depends on its choice of algorithm.
     slots = [slot[: count * dtype.itemsize].view(dtype) for slot in shared.slots]
     total = slots[0].copy()
     for slot in slots[1:]:
@@ -367,7 +367,7 @@ def _broadcast(shared, send, recv, root):
 
 
 def _submit(calls):
-    """Put calls into their streams; those of one stream run side by side."""
+    """Put calls into their streams; the calls of one stream run at the same time."""
     queues = {}
     for _, chain, _, algorithm in calls:
         if algorithm is not None:
@@ -385,7 +385,7 @@ def _submit(calls):
 
 
 class _Work:
-    """Calls of one stream; a communicator does its calls in the order of issue."""
+    """Calls of one stream; a communicator makes its calls in the order of issue."""
 
     def __init__(self, chains, turns):
         self.chains = chains
@@ -416,7 +416,7 @@ def groupStart():
 
 
 def groupEnd():
-    """Start the calls that were collected."""
+    """Start the collected calls."""
     if not getattr(_group, "depth", 0):
         raise NcclError(5)
     _group.depth -= 1
@@ -426,7 +426,7 @@ def groupEnd():
 
 
 if not available:
-    # Without the library CuPy's module holds nothing but this variable.
+    # Without the library, CuPy's module contains only this variable.
     for _name in [name for name in globals() if not name.startswith("_")]:
         if _name != "available":
             del globals()[_name]

@@ -1,4 +1,4 @@
-"""Marks for profilers: accepted and forgotten."""
+"""Profiler marks, which are accepted and ignored."""
 
 available = True
 

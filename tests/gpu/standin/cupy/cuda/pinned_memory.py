@@ -22,10 +22,10 @@ class PinnedMemory:
 
 
 class PinnedMemoryPointer:
-    """An address in page-locked memory; ``numpy.frombuffer`` takes it.
+    """An address in page-locked memory, which ``numpy.frombuffer`` accepts.
 
-    Before Python 3.12 only classes in C export buffers, therefore each pointer is an
-    array of ``ctypes`` as well.
+    Before Python 3.12, only C classes can export buffers, so each pointer is also an
+    array of ``ctypes``.
     """
 
     def __new__(cls, mem, offset):
@@ -47,12 +47,12 @@ class PinnedMemoryPointer:
         return self.ptr
 
     def size(self):
-        """Return the bytes from here to the end of the block."""
+        """Return the number of bytes from here to the end of the block."""
         return len(self)
 
 
 class PinnedMemoryPool:
-    """A pool of page-locked memory, which here gives none out twice."""
+    """A pool of page-locked memory, which here never reuses memory."""
 
     def __init__(self, allocator=None):
         self._allocator = allocator or _malloc
@@ -62,10 +62,10 @@ class PinnedMemoryPool:
         return self._allocator(max(size, 1))
 
     def free_all_blocks(self):
-        """Give memory that nobody uses back."""
+        """Free unused memory; there is none here."""
 
     def n_free_blocks(self):
-        """Return the number of blocks that nobody uses."""
+        """Return the number of unused blocks."""
         return 0
 
 
@@ -82,5 +82,5 @@ def alloc_pinned_memory(size):
 
 
 def set_pinned_memory_allocator(allocator=None):
-    """Set the allocator of page-locked memory; None is no pool."""
+    """Set the allocator of page-locked memory; None means allocation without a pool."""
     _chosen[0] = _malloc if allocator is None else allocator

@@ -1,4 +1,4 @@
-"""The CUDA runtime's calls, with CuPy's names for them."""
+"""The CUDA runtime's calls, with CuPy's names."""
 
 import contextlib
 
@@ -157,7 +157,7 @@ def hostUnregister(ptr):
 
 
 class PointerAttributes:
-    """What CUDA knows of an address."""
+    """The attributes that CUDA reports for an address."""
 
     def __init__(self, device, devicePointer, hostPointer, type):
         self.device = device
@@ -205,7 +205,7 @@ def memcpyAsync(dst, src, size, kind, stream):
     if pageable:
         _standin.count("pageable")
     if from_block is None:
-        # CUDA stages memory that is not page-locked before it returns.
+        # CUDA copies memory that is not page-locked to a buffer before it returns.
         source = source.copy()
     ticket = queue.put(lambda: np.copyto(target, source))
     if pageable and to_block is None:
@@ -215,7 +215,7 @@ def memcpyAsync(dst, src, size, kind, stream):
 def memcpy(dst, src, size, kind):
     null = _queues.null_queue(getDevice())
     if kind == memcpyHostToDevice and _store.find(src) is None:
-        # Returns when pageable memory was read, not when it has arrived.
+        # Return when pageable memory was read, before the data have arrived.
         null.drain()
         memcpyAsync(dst, src, size, kind, 0)
         return
@@ -351,7 +351,7 @@ def profilerStop():
 
 @contextlib.contextmanager
 def _device(device):
-    """Make ``device`` the calling thread's device for a while."""
+    """Make ``device`` the thread's current device inside of a ``with`` block."""
     before = getDevice()
     setDevice(device)
     try:

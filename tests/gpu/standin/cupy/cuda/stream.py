@@ -29,13 +29,13 @@ class Event:
         return runtime.eventQuery(self.ptr) == 0
 
     def record(self, stream=None):
-        """Put the event into a stream, by default the current one."""
+        """Record the event in a stream, by default in the current stream."""
         if stream is None:
             stream = get_current_stream()
         runtime.eventRecord(self.ptr, stream.ptr)
 
     def synchronize(self):
-        """Wait until the latest recording is passed."""
+        """Wait until the stream has passed the latest recording."""
         runtime.eventSynchronize(self.ptr)
 
 
@@ -83,7 +83,7 @@ class _BaseStream:
         return device
 
     def use(self):
-        """Make it the thread's current stream of its device."""
+        """Make this stream the thread's current stream of its device."""
         _streams()[self._check_device()] = self
         return self
 
@@ -98,7 +98,7 @@ class _BaseStream:
 
     @property
     def is_non_blocking(self):
-        """Whether the default stream takes no notice of it."""
+        """Whether the default stream does not wait for this stream."""
         return not self._queue.blocking
 
     @property
@@ -111,27 +111,27 @@ class _BaseStream:
         runtime.streamSynchronize(self.ptr)
 
     def launch_host_func(self, callback, arg):
-        """Call ``callback(arg)`` in order."""
+        """Call ``callback(arg)`` in stream order."""
         self._queue.put(lambda: callback(arg))
 
     def add_callback(self, callback, arg):
-        """Call ``callback(stream, status, arg)`` in order."""
+        """Call ``callback(stream, status, arg)`` in stream order."""
         self._queue.put(lambda: callback(self, 0, arg))
 
     def record(self, event=None):
-        """Record an event, a new one by default, and return it."""
+        """Record an event, by default a new one, and return it."""
         if event is None:
             event = Event()
         runtime.eventRecord(event.ptr, self.ptr)
         return event
 
     def wait_event(self, event):
-        """Let the stream's later work wait for an event."""
+        """Make the stream's later work wait for an event."""
         runtime.streamWaitEvent(self.ptr, event.ptr)
 
 
 class Stream(_BaseStream):
-    """A stream of its own; or, by the flags, one of CUDA's default streams."""
+    """A new stream, or, with ``null`` or ``ptds``, one of CUDA's default streams."""
 
     null = None
     ptds = None
@@ -155,7 +155,7 @@ class Stream(_BaseStream):
 
     @classmethod
     def from_external(cls, obj):
-        """Wrap a stream of another library, given by ``__cuda_stream__``."""
+        """Wrap a stream of another library that has ``__cuda_stream__``."""
         try:
             version, ptr = obj.__cuda_stream__()
         except AttributeError as exc:
@@ -173,7 +173,7 @@ class Stream(_BaseStream):
 
 
 class ExternalStream(_BaseStream):
-    """A stream that somebody else owns."""
+    """A stream that another library owns."""
 
     def __init__(self, ptr, device_id=-1):
         super().__init__(ptr, device_id)
@@ -203,6 +203,6 @@ def _current_queue():
 
 
 def _synchronize():
-    """Wait for the current stream, as everything does that needs a value."""
+    """Wait for the current stream, like every call that needs a value."""
     _standin.count("stream_synchronizations")
     _current_queue().drain()

@@ -1,4 +1,4 @@
-"""NumPy's exceptions, where CuPy has them."""
+"""NumPy's exceptions, under CuPy's names."""
 
 from numpy.exceptions import (
     AxisError,

@@ -1,4 +1,4 @@
-"""Linear algebra; CuPy's versions wait for the device too, to see errors."""
+"""Linear algebra; to find errors, most functions wait for the device, like CuPy's."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from cupy import _core, _signatures, _submit
 
 
 def norm(x, ord=None, axis=None, keepdims=False):
-    """Return a norm."""
+    """Return the norm of an array."""
     if not _submit.is_array(x):
         raise _submit.unsupported(x)
     kwargs = {"ord": ord, "axis": axis, "keepdims": keepdims}

@@ -1,4 +1,4 @@
-"""Random numbers: NumPy's, though CuPy's differ from them for the same seed."""
+"""Random numbers from NumPy; CuPy's numbers differ for the same seed."""
 
 import threading
 
@@ -14,7 +14,7 @@ def _given(host, dtype=None):
 
 
 class RandomState:
-    """A generator with the older names."""
+    """A random generator with the older interface."""
 
     def __init__(self, seed=None, method=100):
         self._state = np.random.RandomState(seed)
@@ -59,7 +59,7 @@ class RandomState:
 
 
 class Generator:
-    """A generator with the newer names."""
+    """A random generator with the newer interface."""
 
     def __init__(self, bit_generator):
         self.bit_generator = bit_generator
@@ -79,19 +79,19 @@ class Generator:
 
 
 def default_rng(seed=None):
-    """Return a generator."""
+    """Return a new random generator."""
     return Generator(np.random.PCG64(seed))
 
 
 def get_random_state():
-    """Return the state that the functions of this module use."""
+    """Return the generator state that the functions of this module use."""
     if not hasattr(_local, "state"):
         _local.state = RandomState()
     return _local.state
 
 
 def set_random_state(rs):
-    """Set the state that the functions of this module use."""
+    """Set the generator state that the functions of this module use."""
     if not isinstance(rs, RandomState):
         raise TypeError(f"Random state must be an instance of RandomState: {type(rs)}")
     _local.state = rs

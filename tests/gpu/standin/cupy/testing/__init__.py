@@ -1,4 +1,4 @@
-"""Assertions that take arrays of both libraries."""
+"""Assertions that accept arrays of CuPy and NumPy."""
 
 import numpy as np
 
@@ -45,7 +45,7 @@ def assert_array_equal(
 
 
 def assert_array_almost_equal(actual, desired, decimal=6, err_msg="", verbose=True):
-    """Raise unless the elements are equal to so many decimals."""
+    """Raise unless the elements are equal to this number of decimals."""
     np.testing.assert_array_almost_equal(
         cupy.asnumpy(actual), cupy.asnumpy(desired), decimal, err_msg, verbose
     )

@@ -1,4 +1,4 @@
-"""Steps that are saved and kept, and those that do not fit, on every rank."""
+"""Saved and kept steps, and values that do not fit the program, on every rank."""
 
 from __future__ import annotations
 
@@ -221,10 +221,10 @@ def test_copies_that_differ_are_not_saved(
     for asynchronous in (False, True):
         with pytest.raises(CollectiveError, match="variables/x"):
             manager.save(1, asynchronous=asynchronous)
-        # Another rank may be a moment later.
+        # Wait, because another rank may look at the folder a moment later.
         job.Barrier()
         assert listed(folder) == []
-    # Later tests compare the copies of all variables that are still there.
+    # Make the copies equal again, because later tests compare all existing variables.
     x.component[...] = 0
 
 
@@ -256,7 +256,7 @@ def test_all_rules_together_in_one_job_and_the_next(
         first.wait()
         assert _steps(first) == [2, 4, 6, 7]
     job.Barrier()
-    # The metrics are in the files.
+    # A second manager knows the metrics, because they are in the files.
     with hs.CheckpointManager(folder, **options) as second:
         best = second.best()
         assert best == str(folder / "ckpt-0000000002.h5")
@@ -286,7 +286,7 @@ def test_best_passes_over_what_is_damaged(
     job.Barrier()
     with warnings_of_checkpoints() as warnings:
         assert manager.best() == manager.checkpoints[0]
-    # Where it is looked for, and only there.
+    # Replica 0 looks for the best checkpoint, so only replica 0 warns.
     assert len(warnings) == (strategy.replica_id == 0)
     assert all("ckpt-0000000002.h5" in text for text in warnings)
 
@@ -306,7 +306,7 @@ def test_ranks_that_give_different_metrics_are_told(
             with pytest.raises(CollectiveError, match=r"metrics \{'loss': 0\.5\}"):
                 manager.save(1, metrics=metrics, asynchronous=asynchronous)
             assert manager.checkpoints == []
-    # In another order, and of other types, they are the same.
+    # Metrics in another order and of other types are the same metrics.
     names = ["a", "b"] if strategy.replica_id else ["b", "a"]
     kind: Any = float if strategy.replica_id else np.float32
     path = manager.save(1, metrics={name: kind("nan") for name in names})
@@ -376,7 +376,7 @@ def test_function_makes_what_no_checkpoint_holds(strategy: Any, folder: Path) ->
 
 
 class _Training:
-    """A program with one of everything that a manager takes."""
+    """A program with one object of each kind that a manager can save."""
 
     def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
@@ -393,7 +393,7 @@ class _Training:
         self.counter = Counter()
 
     def manager(self, folder: Path, **options: Any) -> Any:
-        """Return what saves all of it."""
+        """Return a checkpoint manager for all objects of the program."""
         return hs.CheckpointManager(
             folder,
             **options,
@@ -407,7 +407,7 @@ class _Training:
         )
 
     def train(self, steps: int) -> list[float]:
-        """Do some steps; return the examples that all replicas saw."""
+        """Train for some steps; return the examples that all replicas saw."""
         seen: list[float] = []
 
         def step(batch: Any) -> None:
@@ -434,7 +434,7 @@ class _Training:
 def test_everything_comes_back_on_any_number_of_replicas(
     strategies: dict[int, Any], folder: Path, job: Any
 ) -> None:
-    """Metrics, optimizer, streams, data set and plain state, from the best one."""
+    """Metrics, optimizer, streams, data and plain state return from the best file."""
     rule = hs.KeepBest("loss", mode="max")
     for saved in range(1, job.size + 1):
         path = folder / str(saved)
@@ -446,7 +446,7 @@ def test_everything_comes_back_on_any_number_of_replicas(
                 results = first.results()
                 state, streams = _optimizer_state(first), first.streams.state()
                 manager.save(metrics=results, asynchronous=True)
-                # Worse, and newer.
+                # Save a newer checkpoint with a worse metric.
                 first.train(2)
                 manager.save(metrics=results | {"loss": -1.0})
             told = seen, results, state, streams
@@ -459,7 +459,7 @@ def test_everything_comes_back_on_any_number_of_replicas(
             assert manager.last_restore.unused == ()
             assert other.results() == pytest.approx(results, rel=1e-12)
             assert other.counter.state == {"größe": 3}
-            # The values of slots wait for the first step.
+            # The optimizer assigns restored values to its slots at the first step.
             found = _optimizer_state(other)
             assert found.keys() == state.keys()
             for name, value in state.items():
@@ -495,14 +495,14 @@ def test_damaged_later_checkpoints_do_not_stop_saves(
         path.write_bytes(content)
     job.Barrier()
     manager = hs.CheckpointManager(folder, **options)
-    # Nobody has read its data.
+    # The damage is not known yet, because nobody has read the data.
     with pytest.raises(CheckpointError, match="later step than 95"):
         manager.save(95)
     assert manager.restore() == 90
     x.assign(np.full(4096, 2.0))
     manager.save(95)
     job.Barrier()
-    # It does not count, and stays.
+    # The damaged file does not count as a checkpoint, and is not removed.
     assert [Path(p).name for p in manager.checkpoints] == [
         "ckpt-0000000095.h5",
         "ckpt-0000000100.h5",

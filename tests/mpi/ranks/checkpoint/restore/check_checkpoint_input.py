@@ -1,4 +1,4 @@
-"""Files that are no checkpoints, or damaged: one error on all ranks, or one warning."""
+"""Files that are damaged or no checkpoints: the same error or warning on all ranks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _empty(path: Path) -> None:
     os.truncate(path, 0)
 
 
-# What a user is told: what was found, and what to do.
+# Expected error texts: each names the file's content and a remedy.
 BAD = (
     (_text, "checkpoint, found a text file at .*; give a file that Checkpoint"),
     (
@@ -89,7 +89,7 @@ _VERSION_3, _ALL = 0x20080522, 2**32 - 1
 
 @contextmanager
 def _without_rights() -> Iterator[None]:
-    """Let permissions count for this thread, also where it is root's (capset(2))."""
+    """Make file permissions apply to this thread, even for root (see capset(2))."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = ctypes.create_string_buffer(struct.pack("<Ii", _VERSION_3, 0))
     data = ctypes.create_string_buffer(24)
@@ -97,7 +97,7 @@ def _without_rights() -> Iterator[None]:
         pytest.skip("the rights of this process are not known")
     words = list(struct.unpack("<6I", data.raw[:24]))
     before = ctypes.create_string_buffer(struct.pack("<6I", *words))
-    # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, of those in effect.
+    # Drop CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH from the effective capabilities.
     words[0] &= ~0b110
     if libc.capset(header, ctypes.create_string_buffer(struct.pack("<6I", *words))):
         pytest.skip("rights cannot be given up")
@@ -135,7 +135,8 @@ def test_bad_files_are_one_error_and_one_warning(
         np.testing.assert_array_equal(x.component, 9.0)
         with warnings_of_checkpoints() as said:
             if spoil is _newer:
-                # Going on from an older one would throw the newer one away.
+                # Do not continue from an older checkpoint, which would replace the
+                # newer file.
                 with pytest.raises(CheckpointError, match=words):
                     manager.restore()
                 wanted = 9.0
@@ -179,7 +180,7 @@ def test_old_and_misplaced_parts_are_found_by_all_ranks(
     damage: Any, strategies: dict[int, Any], folder: Path, job: Any
 ) -> None:
     strategy = strategies[job.size]
-    # Every rank has a block to read, and there are two whole ones.
+    # Every rank has a block to read, and two of the blocks are whole.
     count = (job.size + 1) << 18
     draw = np.random.default_rng(3)
     with strategy.scope():

@@ -1,4 +1,4 @@
-"""Restoring parts, under other names, from older files, in little memory."""
+"""Restoring parts of checkpoints, renamed objects, older files, in little memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_only_the_named_objects_are_restored(strategy: Any, folder: Path) -> Non
     hs.CheckpointManager(folder, counter=counter, **saved).save(1)
     other = _objects(strategy, 7.0, ("a", "b", "d"))
     counter.state = {}
-    # Neither d, which was not saved, nor c, which nothing takes, is asked for.
+    # A restore of ``a`` alone needs no saved ``d``, and no object named ``c``.
     manager = hs.CheckpointManager(folder, counter=counter, **other)
     assert manager.last_restore is None
     assert manager.restore(only=["a"]) == 1
@@ -151,7 +151,7 @@ def test_values_larger_than_blocks_come_back(
     for variable in objects.values():
         variable.component[...] = 0
     if kept == "one":
-        # Each rank keeps one block only, and reads the others again.
+        # Each rank keeps only one block, and reads the other blocks again.
         monkeypatch.setattr(parallel_read, "_KEPT_BYTES", 1)
     monkeypatch.setattr(parallel_read, "_PIECE_BYTES", piece_bytes)
     manager.restore()
@@ -162,7 +162,7 @@ def test_values_larger_than_blocks_come_back(
     shares = job.allreduce(manager.last_restore.nbytes)
     once = vouched.plan.data_end - vouched.plan.data_start
     if kept == "all":
-        # Together, the ranks read the file once.
+        # Together, the ranks read the file at most once.
         assert shares <= once
     if kept == "all" and job.size > 1:
         assert manager.last_restore.nbytes < once
@@ -245,7 +245,7 @@ def _flip(job: Any, path: str, place: int, bit: int) -> None:
 def test_a_checkpoint_from_before_the_first_step_comes_back(
     strategy: Any, folder: Path, steps: int
 ) -> None:
-    """Momentum and sums made since are as before the first step."""
+    """Momentum and gradient sums made since the save are reset by the restore."""
 
     def train(count: int) -> Any:
         for _ in range(count):
@@ -264,7 +264,7 @@ def test_a_checkpoint_from_before_the_first_step_comes_back(
         manager.restore()
         np.testing.assert_array_equal(v.component, np.ones(3))
         np.testing.assert_array_equal(train(5), wanted)
-    # Between them, where the sums are there, and the momentum is not.
+    # Restore between two updates, when gradient sums exist but no momentum yet.
     if steps == 2:
         manager.restore()
         train(1)
@@ -272,7 +272,7 @@ def test_a_checkpoint_from_before_the_first_step_comes_back(
         train(4)
         manager.restore()
         np.testing.assert_array_equal(train(4), wanted)
-    # State of another rule is no state that came later.
+    # The file has only the state of SGD, which Adam cannot restore.
     manager.save(2)
     strategy.run(lambda: other.apply_gradients([(np.ones(3), v)]))
     wrong = hs.CheckpointManager(folder, v=v, optimizer=other)

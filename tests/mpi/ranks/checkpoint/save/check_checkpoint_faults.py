@@ -96,7 +96,7 @@ def test_damaged_newest_checkpoint_is_passed_over(
     with pytest.raises(CheckpointError, match=path.name):
         manager.restore(path)
     np.testing.assert_array_equal(x.component, np.full(3, 2.0))
-    # What is damaged does not hinder further saves.
+    # The damaged file does not prevent further saves.
     assert manager.save(4).endswith("ckpt-0000000004.h5")
     narrow = hs.CheckpointManager(folder, max_to_keep=1, x=x)
     narrow.save(5)
@@ -168,14 +168,14 @@ def test_vanished_folder_is_an_error_and_a_later_save_works(
     job.Barrier()
     with pytest.raises(CheckpointError, match="gone"):
         manager.save(2)
-    # Its file system may be away.
+    # The manager does not make the folder again: its file system may be unmounted.
     assert not (folder / "gone").exists()
     hs.CheckpointManager(folder / "other", x=x).save(1)
 
 
 @contextmanager
 def _mounted(job: Any, folder: Path, size: str) -> Iterator[Callable[[str], None]]:
-    """Mount a small memory file system; yields a function that remounts it."""
+    """Mount a small memory file system; yield a function that remounts it."""
 
     def call(*words: str) -> str:
         done = None
@@ -237,7 +237,7 @@ def test_full_disk_is_an_error_everywhere_and_leaves_no_trace(
         assert manager.restore() == saved[-1]
         np.testing.assert_array_equal(x.component, np.full(20_000, float(saved[-1])))
         hs.CheckpointManager(other, x=x, seen=seen).save(1)
-        # What was given back suffices for a small one.
+        # The space that the failed save released suffices for a small checkpoint.
         hs.CheckpointManager(small, max_to_keep=None, seen=seen).save(100)
 
 
@@ -254,7 +254,7 @@ def test_read_only_folder_is_an_error_everywhere(
     with _mounted(job, fixed, "1m") as remount:
         manager = hs.CheckpointManager(fixed, x=x)
         manager.save(1)
-        # Else the file that locks the folder is open for writing.
+        # Close the file that locks the folder; otherwise it stays open for writing.
         manager.close()
         remount("ro")
         x.assign(np.zeros(3))
@@ -342,7 +342,7 @@ def test_thread_that_cannot_start_is_an_error_everywhere(
     error: type[Exception],
 ) -> None:
     with strategy.scope():
-        # Some blocks for each replica.
+        # Large enough that each replica writes some blocks.
         variable = hs.Variable(np.ones(1 << 20), name="v")
     start = threading.Thread.start
 
@@ -434,7 +434,7 @@ def test_variables_of_two_strategies_need_two_managers(
 
 @dataclass(frozen=True)
 class _Event:
-    """A call of a rank; clocks of one machine agree."""
+    """A file call of a rank, with its times; all ranks of a machine share the clock."""
 
     kind: str
     rank: int
@@ -445,7 +445,7 @@ class _Event:
 def _trace_of(
     job: Any, folder: Path, action: Callable[[], Any]
 ) -> tuple[list[_Event], list[int]]:
-    """Do something; return what all ranks called, and when each was through."""
+    """Run an action; return the file calls of all ranks, with their times."""
     own: list[_Event] = []
 
     def note(kind: str, act: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
@@ -454,7 +454,7 @@ def _trace_of(
         try:
             return act()
         finally:
-            # Threads come here, too; append is one step.
+            # Threads call this function too, which is safe because append is atomic.
             own.append(_Event(kind, job.rank, began, time.monotonic_ns()))
 
     job.Barrier()
@@ -479,7 +479,7 @@ def test_all_ranks_flush_before_the_next_step(
     folder: Path,
     job: Any,
 ) -> None:
-    """A loss of power at any moment leaves what was there, or what is new."""
+    """A power failure at any moment leaves either the old or the new checkpoint."""
     count = job.size << 18
     with strategies[job.size].scope():
         x = hs.Variable(np.ones(count))
@@ -500,7 +500,7 @@ def test_all_ranks_flush_before_the_next_step(
         flushed = _only(own, "flush block")
         assert len(written) >= 2
         assert max(written) < flushed.began
-        # What is behind the data says that they are there.
+        # The record behind the data says that the data are on the disk.
         assert flushed.ended < first
         if asynchronous and rank > 0:
             assert flushed.ended < _only(own, "write verdict").began
@@ -518,10 +518,10 @@ def test_all_ranks_flush_before_the_next_step(
 
 
 def _resources() -> tuple[int, int]:
-    """Return the numbers of open files and of threads."""
+    """Return the numbers of open files and of threads of this process."""
     gc.collect()
     for thread in threading.enumerate():
-        # It gives back the blocks of a file that was removed.
+        # This thread frees the blocks of a removed file; wait until it ends.
         if thread.name == "hpcstrat-remove":
             thread.join()
     return len(os.listdir("/proc/self/fd")), threading.active_count()
@@ -549,13 +549,13 @@ def test_hundreds_of_small_saves_keep_nothing(
             manager.save(step, asynchronous=bool(draw.integers(2)))
         manager.wait()
 
-    # What is made once is there.
+    # Save some steps first, so that memory that is allocated once exists.
     save(range(50))
     resources, memory = _resources(), _resident_bytes()
     save(range(50, 150))
-    # Threads of earlier tests may have ended since.
+    # Fewer is possible, because threads of earlier tests may have ended since.
     assert all(map(operator.le, _resources(), resources))
-    # A block that was kept by each would be 40 MB.
+    # If each save kept its block, memory would grow by 40 MB.
     assert _resident_bytes() < memory + (8 << 20)
     assert manager.restore() == 149
     np.testing.assert_array_equal(x.component, np.full(50_000, 149.0))

@@ -32,7 +32,7 @@ _LIMIT_SECONDS = 40.0
 
 
 def _count(job: Any) -> int:
-    """Return a number of floats of which every rank writes a block."""
+    """Return a number of floats so large that every rank writes a block."""
     return (job.size << 17) + 5
 
 
@@ -68,7 +68,7 @@ def _check(objects: dict[str, Any], strategy: Any, value: float) -> None:
 def _held_back(
     patch: pytest.MonkeyPatch, begun: threading.Event | None = None
 ) -> Iterator[threading.Event]:
-    """Let nothing be written before an event; tell by another when a write begins."""
+    """Block all writes until an event is set; set another event when a write begins."""
     goes_on = threading.Event()
     write = part_writer.write_all
 
@@ -113,11 +113,11 @@ def test_save_becomes_durable_without_another_call(
     manager = hs.CheckpointManager(folder, max_to_keep=2, **objects)
     for step in (1, 2, 3):
         path = manager.save(step, asynchronous=True)
-        # No rank makes a call here.
+        # The save ends although no rank makes a call here.
         assert wait_until(lambda path=path: os.path.exists(path), _LIMIT_SECONDS)
         assert open_checkpoint(path).header.step == step
         job.Barrier()
-    # What is older goes in the background, too.
+    # Older checkpoints are removed in the background, too.
     assert wait_until(lambda: len(listed(folder)) == 2, _LIMIT_SECONDS)
     job.Barrier()
     manager.close()
@@ -137,12 +137,12 @@ def test_busy_saves_wait_or_are_skipped(
         path = manager.save(3, asynchronous=True, on_busy="wait")
         assert len(manager.checkpoints) >= 1
         manager.wait()
-        # Nothing is under way: nothing is skipped.
+        # No save is running, so this save is not skipped.
         assert manager.save(4, on_busy="skip") is not None
     names = [os.path.basename(name) for name in manager.checkpoints]
     assert names == [f"ckpt-{step:010d}.h5" for step in (1, 3, 4)]
     assert manager.checkpoints[1] == path
-    # Where this rank is the only one, or one of several.
+    # The error is a ValueError on a single rank, a ReplicaError on several ranks.
     with pytest.raises((ValueError, ReplicaError), match="on_busy"):
         manager.save(5, on_busy="perhaps")
 
@@ -163,7 +163,7 @@ def test_what_one_rank_alone_cannot_write_is_raised_later_on_all(
             if job.rank == last:
                 patch.setattr(part_writer, "write_all", fail)
             manager.save(2, asynchronous=True)
-            # Older ones can be restored before anybody has asked.
+            # An older checkpoint can be restored before the error is raised.
             if later == "restore":
                 assert manager.restore() == 1
             call = getattr(manager, "wait" if later == "restore" else later)
@@ -173,7 +173,7 @@ def test_what_one_rank_alone_cannot_write_is_raised_later_on_all(
         job.Barrier()
         assert listed(folder) == ["ckpt-0000000001.h5"]
         job.Barrier()
-    # It is raised once.
+    # The error is raised only once.
     manager.wait()
     manager.save(2, asynchronous=True)
     manager.close()
@@ -201,10 +201,10 @@ def test_two_jobs_in_one_folder_keep_whole_files(
     begun = threading.Event()
     with _held_back(monkeypatch, begun) as goes_on:
         slow.save(1, asynchronous=True)
-        # Copies of device arrays may come first.
+        # Copies of device arrays may run before the write begins.
         assert begun.wait(_LIMIT_SECONDS)
         monkeypatch.undo()
-        # A new manager does not take the other's file for an abandoned one.
+        # A new manager does not remove the other job's file as an abandoned file.
         fast = hs.CheckpointManager(folder, **second)
         path = fast.save(1)
         assert len(listed(folder)) == 2
@@ -344,9 +344,9 @@ def test_many_saves_keep_neither_files_nor_memory(
     save(20, 60)
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == files
-    # One that removed an old checkpoint may have been counted before.
+    # A thread that removed an old checkpoint may have been counted before.
     assert wait_until(lambda: threading.active_count() <= threads, _LIMIT_SECONDS)
-    # An image that was kept would be 60 MiB and more.
+    # If the images of saves were kept, memory would grow by 60 MiB and more.
     assert _resident_bytes() < memory + (16 << 20)
     assert not pending_save._under_way
     manager.close()
@@ -363,7 +363,7 @@ _ROW_SHAPES = {
 
 
 def _row(name: str, rank: int) -> Any:
-    """Return what a replica has in a variable, of a type that goes by its name."""
+    """Return the value of a variable on a replica; the type depends on the name."""
     shape = _ROW_SHAPES[name]
     drawn = np.random.default_rng([rank, len(name)]).standard_normal(shape)
     kinds = {"number": np.int64, "odd": np.bool_, "pages": np.complex64}
@@ -371,7 +371,7 @@ def _row(name: str, rank: int) -> Any:
 
 
 def _rowed(strategy: Any) -> dict[str, Any]:
-    """Return variables of which every replica has a row, between others."""
+    """Return variables with one row for each replica, and two other variables."""
     with strategy.scope():
         found = {
             name: make_variable("none", _row(name, 0), name=name)
@@ -404,9 +404,9 @@ def test_rows_of_replicas_are_found_in_the_file(
     path = manager.save(1, asynchronous=asynchronous)
     for name in _ROW_SHAPES:
         fill(variables[name], 0)
-    # All that is sent goes in one call, and alone there is nothing to send.
+    # One call sends all data; a single rank has nothing to send.
     assert len(calls) == (job.size > 1)
-    # Threads put the hashes together, or the main threads do.
+    # The hashes are combined by threads or by the main threads, with the same file.
     assert wait_until(lambda: os.path.exists(path), _LIMIT_SECONDS)
     job.Barrier()
     manager.wait()
@@ -427,14 +427,14 @@ def test_rows_of_replicas_are_found_in_the_file(
 def test_no_replica_holds_the_rows_of_others(
     asynchronous: bool, strategy: Any, folder: Path, job: Any
 ) -> None:
-    # Blocks are a quarter of a row.
+    # Blocks have a quarter of the size of a row.
     value = np.full((4 << 18) + 12345, 1.0, np.float32)
     with strategy.scope():
         variables = [make_variable("none", value) for _ in range(2)]
     for variable in variables:
         fill(variable, job.rank)
     manager = hs.CheckpointManager(folder, x=variables)
-    # The first save makes the structures, and leaves memory that later ones use.
+    # The first save builds structures and memory that later saves reuse.
     manager.save(1, asynchronous=asynchronous)
     manager.wait()
     tracemalloc.start()
@@ -444,7 +444,7 @@ def test_no_replica_holds_the_rows_of_others(
         most = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    # The ends of rows are less than what a single other replica has.
+    # The memory for ends of rows is smaller than the rows of one other replica.
     assert most < sum(variable.component.nbytes for variable in variables)
     for variable in variables:
         fill(variable, -1)
@@ -495,7 +495,7 @@ def test_interrupted_saves_are_dropped(
     monkeypatch.setattr(part_writer, "write_all", wait)
     monkeypatch.setattr(part_writer.PartWriter, "join", interrupt)
     threading.Timer(0.2, may_write.set).start()
-    # On all ranks, as the launcher does it.
+    # Interrupt all ranks, because the launcher sends its signal to all of them.
     with pytest.raises(KeyboardInterrupt):
         manager.save(1)
     x.assign(np.ones(job.size << 18))

@@ -1,4 +1,4 @@
-"""Files on replicas: each reads its own rows of all files; errors are everybody's."""
+"""Files on replicas: each replica reads its rows of all files, and all see errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.rule
 
 @pytest.fixture
 def files(job: Any, folder: Path) -> list[Path]:
-    """Write three files of unequal lengths; the middle one is packed."""
+    """Write three files of unequal lengths; the middle one is compressed."""
     paths = [folder / f"{index}.h5" for index in range(3)]
     if job.rank == 0:
         start = 0
@@ -117,7 +117,7 @@ def test_a_file_that_is_shortened_is_an_error_on_all_and_the_rest_is_read(
 
 
 def _as_netcdf(folder: Path, x: Any, y: Any) -> Any:
-    """Write 24 files of months, packed, as ERA5 comes."""
+    """Write 24 monthly files with packed integers, in the form of ERA5 files."""
     import netCDF4
 
     for month, rows in enumerate(np.array_split(np.arange(len(x)), 24)):
@@ -163,7 +163,7 @@ def _as_parquet(folder: Path, x: Any, y: Any) -> Any:
 def test_files_of_other_libraries_train(
     strategy: Any, job: Any, folder: Path, write: Any
 ) -> None:
-    """A linear model, as one process would train it on the arrays."""
+    """The trained model equals one that a single process trains on the arrays."""
     rng = np.random.default_rng(0)
     x = (rng.integers(0, 40, (96, 3)) / 2).astype(np.float32)
     y = (x @ np.array([1.0, -2.0, 0.5], np.float32)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""A notice to any one rank, and what all of them do then, at the same step."""
+"""Preemption notices to any rank, which all ranks obey at the same step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 8
 
 
 class Job:
-    """A training that leaves by a function which returns, so that tests go on."""
+    """A training whose exit function returns, so that the test can continue."""
 
     def __init__(self, strategy: Any, folder: Path, **config: Any) -> None:
         self.strategy = strategy
@@ -45,12 +45,12 @@ class Job:
         return int(self.handler.total_run_calls)
 
     def run(self, function: Any = None) -> None:
-        """Make a step, which adds the number of replicas."""
+        """Make a step that adds the number of replicas to the total."""
         add = function or (lambda: self.total.assign_add(1.0))
         self.handler.run(self.strategy.run, add)
 
     def check(self) -> None:
-        """The newest checkpoint has the step at which it was saved."""
+        """Check that the newest checkpoint has the step at which it was saved."""
         with self.strategy.scope():
             total = hs.Variable(0.0, name="total", aggregation="sum")
         manager = hs.CheckpointManager(
@@ -65,7 +65,7 @@ class Job:
 
 
 def test_a_signal_to_any_rank_is_one_to_all(strategy: Any, folder: Path) -> None:
-    """The step under way is finished; then all save and leave."""
+    """All ranks finish the current step; then all save and leave."""
     size = strategy.num_replicas_in_sync
     for number, victims in enumerate([{0}, {size - 1}, set(range(size))]):
         job = Job(strategy, folder / str(number))
@@ -73,7 +73,7 @@ def test_a_signal_to_any_rank_is_one_to_all(strategy: Any, folder: Path) -> None
             if step == 3 and strategy.replica_id in victims:
                 os.kill(os.getpid(), signal.SIGUSR2)
             job.run()
-        # An exit_fn that returns has consumed the notice.
+        # An ``exit_fn`` that returns has consumed the notice.
         assert job.left == [4]
         assert job.step == STEPS
         job.handler.close()
@@ -87,7 +87,7 @@ def test_without_a_notice_a_step_makes_no_call_more(
     channel = strategy.collectives.channel
     if channel is None:
         pytest.skip("one replica makes no calls")
-    # Where ranks free variables of earlier tests at different times, they compare all
+    # If ranks freed variables of earlier tests at different times, they compare all
     # copies, and agree once more.
     gc.collect()
     job.run()
@@ -116,7 +116,7 @@ def test_steps_without_calls_learn_of_it_with_the_next_one(
 
 
 def test_a_notice_within_a_step_ends_no_call(strategy: Any, folder: Path) -> None:
-    """Between two calls of one step, whose results are right."""
+    """A notice between two calls of one step leaves the results of both calls right."""
     job, size = Job(strategy, folder), strategy.num_replicas_in_sync
     last = strategy.replica_id == size - 1
 
@@ -157,14 +157,15 @@ def test_a_notice_and_a_failure_in_one_call_lose_neither(
         assert job.left == []
         for _ in range(2):
             job.run()
-        # Counted are steps that were made.
+        # The handler counts only steps that were made.
         assert job.left == [1]
         job.handler.close()
 
 
 @pytest.mark.once
 def test_a_time_that_comes_near_is_a_notice(strategy: Any, folder: Path) -> None:
-    # Before a first save one is taken to last 5 seconds; the margin is three times it.
+    # Before the first save, a save is assumed to last 5 seconds, and the margin is
+    # three times as long.
     job = Job(strategy, folder, job_end=time.time() + 16, signals=())
     limit = time.monotonic() + 30
     while not job.left and time.monotonic() < limit:
@@ -206,7 +207,7 @@ def test_in_a_grace_period_the_training_goes_on(strategy: Any, folder: Path) -> 
     job.run()
     job.run()
     assert (saves, job.left) == ([2], [])
-    # A further one changes nothing.
+    # A further signal changes nothing.
     os.kill(os.getpid(), signal.SIGUSR2)
     limit = time.monotonic() + 30
     while not job.left and time.monotonic() < limit:

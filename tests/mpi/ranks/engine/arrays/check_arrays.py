@@ -1,4 +1,4 @@
-"""Arrays that calls take, and the errors for those that they do not take."""
+"""Arrays that calls accept, and the errors for arrays that they refuse."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.mpi.ranks.outcomes import assert_told, assert_usable, outcome
 pytestmark = pytest.mark.rule
 
 
-# Three arrays of a length, and whether no result is lost where two of them, of other
-# values, take results.
+# Functions that make three arrays of a length. Some of these arrays share memory, so
+# that results written into them could overwrite one another.
 LAYOUTS_OF_OUT: dict[str, Callable[[int], list[Any]]] = {
     "apart": lambda n: [np.empty(n), np.empty(n), np.empty(n)],
     "one array twice": lambda n: [a := np.empty(n), np.empty(n), a],
@@ -99,7 +99,7 @@ def test_out_whose_elements_share_memory_is_refused(strategy: Any, job: Any) -> 
 
 
 def test_results_may_lie_over_other_values(strategy: Any, job: Any) -> None:
-    # The values are all read before the first result is written.
+    # A call reads all values before it writes the first result.
     for length in (5, 40_000):
         memory = np.arange(4.0 * length)
         value = [memory[:length], memory[length : 2 * length]]
@@ -114,7 +114,7 @@ def test_results_may_lie_over_other_values(strategy: Any, job: Any) -> None:
 
 
 class _OwnMetric(hs.metrics.Metric):
-    """A metric of a user's, who checks arguments after the library's constructor."""
+    """A user's metric that checks its arguments after the library's constructor."""
 
     def __init__(self, name: str, limit: float) -> None:
         super().__init__(name, "float64", ["total"])
@@ -190,7 +190,7 @@ def test_what_one_rank_cannot_make_is_told_to_all(
         pytest.skip("two ranks show it")
     wrong, right = WRONGLY_MADE[name]
     for faulty in (0, job.size - 1):
-        # A user's class may fail when all variables have been made.
+        # A user's class may fail after all of its variables have been made.
         with strategy.scope():
             error = outcome(wrong if job.rank == faulty else right)
         if error is None:
@@ -252,7 +252,7 @@ def test_what_does_not_travel_is_refused(strategy: Any, job: Any, name: str) -> 
     }
     for what, call in calls.items():
         refused = ValueError if what in ("reduce", "mean") else kind
-        # A variable says it of types by its own.
+        # A variable refuses a wrong type with a ValueError of its own.
         kinds = (refused, ValueError)
         for faulty in (0, job.size - 1):
             good = np.zeros(2) if what != "create" else np.zeros(1)

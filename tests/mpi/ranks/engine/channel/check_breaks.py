@@ -1,4 +1,4 @@
-"""Ranks that leave calls at different times: nobody waits, and nothing is mixed."""
+"""Ranks that leave calls at different times: no rank hangs, and no data are mixed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _SOON_SECONDS = 0.3
 
 
 class _Interrupted:
-    """A value at whose conversion the program is interrupted."""
+    """A value that raises KeyboardInterrupt when it is converted to an array."""
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
 
 def _reduced(strategy: Any, value: Any) -> Any:
-    """Reduce; return what was raised, interrupts too."""
+    """Reduce a value; return the error or interrupt that was raised."""
     try:
         strategy.reduce("sum", value, axis=None)
     except BaseException as error:
@@ -46,7 +46,7 @@ def test_ranks_that_leave_a_call_one_after_the_other_are_answered(
     last = job.rank == job.size - 1
     value = _Interrupted() if job.rank == 0 or last else np.ones(3)
     if last:
-        # The ranks between have answered the first by then.
+        # By now the ranks in between have answered the abort message of the first rank.
         job.Barrier()
     errors = [_reduced(strategy, value)]
     if not last:
@@ -56,7 +56,7 @@ def test_ranks_that_leave_a_call_one_after_the_other_are_answered(
         assert type(errors.pop(0)) is KeyboardInterrupt
     for error in errors:
         assert type(error) is hs.CollectiveError
-        # And not that another rank did not come in time.
+        # The error names the interrupt, not a rank that was late.
         assert "KeyboardInterrupt" in str(error), error
     job.Barrier()
     strategy.abandon()
@@ -77,7 +77,7 @@ def test_an_interrupt_where_ranks_meet_again_leaves_no_call_out(
         before = signal.signal(signal.SIGUSR2, interrupt)
         process = os.getpid(), signal.SIGUSR2
         threading.Timer(_SOON_SECONDS, os.kill, process).start()
-        # It waits for the others, who have not left that call yet.
+        # This rank waits for the other ranks, which have not left the earlier call yet.
         assert type(_reduced(strategy, np.full(3, 1.0))) is KeyboardInterrupt
         signal.signal(signal.SIGUSR2, before)
         job.Barrier()
@@ -94,14 +94,14 @@ def test_an_interrupt_where_ranks_meet_again_leaves_no_call_out(
 def test_an_interrupt_beside_the_place_for_data_mixes_nothing(
     make_strategy: Any, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The kernel takes a place and posts the header in one call.
+    # Turn the kernel off, because it takes a place and posts the header in one call.
     settings = hs.Settings(native=False)
     with make_strategy(comm=job, settings=settings) as strategy:
         if strategy.topology.num_workers > 1 or job.size == 1:
             pytest.skip("ranks that share no memory have no such places")
         for guilty in range(job.size):
             for number in range(3):
-                # One rank has taken a place for the data, the others have not.
+                # Only the guilty rank takes a place for its data before the interrupt.
                 with monkeypatch.context() as patch:
                     if job.rank == guilty:
                         slots = strategy.collectives.channel.rings

@@ -1,9 +1,9 @@
-"""After any failure on any ranks all ranks have an error, the same state, and go on.
+"""Failures on any ranks: all ranks get an error, have equal state, and can continue.
 
-Random programs, the same on all ranks, with planned failures, against a model of what
-each rank must see. A program has numbered points; a planned failure is a point, a rank
-and an error. Ranks that do not fail go on to the first point after it at which they
-need the others.
+Random programs, equal on all ranks, run with planned failures, and a model predicts
+what each rank must see. A program has numbered points. A planned failure is a point, a
+rank and an error. Ranks that do not fail continue to the first later point at which
+they need the other ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hpcstrat.engine.channel import headers
 from tests.mpi.ranks.effort import seeds
 from tests.mpi.ranks.outcomes import ERRORS, BadBatch, assert_usable, outcome
 
-# Two ranks have algorithms, and a majority, of their own.
+# Two ranks have special algorithms, and a special rule for a majority.
 pytestmark = [pytest.mark.rule, pytest.mark.algorithm]
 
 
@@ -35,14 +35,14 @@ REPLICA = ("all_reduce", "assign", "count", "start", "wait", "gather", "gradient
 REPLICA_SCOPES = ("merge", "update", "guarded")
 CROSS = ("reduce", "assign_cross", "gather_cross", "read", "values")
 CROSS_SCOPES = ("run", "update_cross")
-# What all ranks must come to; calls of the others are theirs alone.
+# Calls that a rank makes alone; all other calls need all ranks.
 LOCAL = ("count", "start", "run", "guarded")
 TAKES_BAD = ("all_reduce", "assign", "gather", "gradients", "reduce", "assign_cross")
 
 
 @dataclass
 class Op:
-    """A call of a program; ``end`` is the point behind its body."""
+    """A call of a program; ``end`` is the point after the calls inside of it."""
 
     kind: str
     number: int
@@ -51,7 +51,7 @@ class Op:
 
 
 def make_ops(rng: Any, counter: Iterator[int], cross: bool, depth: int) -> list[Op]:
-    """Return random calls for one context."""
+    """Return a list of random calls for one context."""
     ops = []
     for _ in range(int(rng.integers(1, 4 if depth else 6))):
         kinds = CROSS if cross else REPLICA
@@ -77,10 +77,10 @@ def walk(ops: list[Op]) -> Iterator[Op]:
 
 @dataclass
 class Plan:
-    """Which ranks fail, at which points, with which of the errors.
+    """A plan of the ranks that fail, with the points and the errors.
 
-    ``lost`` are the calls that failed, and whose error the program caught. ``active``
-    are the ranks whose errors end the run, at ``stop``.
+    ``lost`` are the calls whose error the program caught. ``active`` are the ranks
+    whose errors end the run, at the point ``stop``.
     """
 
     failures: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -89,17 +89,17 @@ class Plan:
     lost: set[int] = field(default_factory=set)
 
     def done(self, point: int) -> bool:
-        """Whether the call at a point succeeds."""
+        """Return whether the call at a point succeeds."""
         return point not in self.lost and (not self.active or point < self.stop)
 
     def common(self) -> Any:
-        """Return the class that the errors of all ranks have."""
+        """Return the class that the errors of all ranks have in common."""
         number = self.failures[self.active[0]][1]
         return ValueError if number == BAD_ARGUMENT else ERRORS[number][1]
 
 
 def make_plan(rng: Any, ops: list[Op], last: int, size: int) -> Plan:
-    """Plan failures, and find out what they must lead to."""
+    """Return planned failures with the effects that they must have."""
     every = list(walk(ops))
     bad = [op.number for op in every if op.kind in TAKES_BAD]
     meets = {op.number for op in every if op.kind not in LOCAL} | {last}
@@ -112,7 +112,7 @@ def make_plan(rng: Any, ops: list[Op], last: int, size: int) -> Plan:
         else:
             point = int(rng.integers(0, last + 1))
             failures[int(rank)] = point, int(rng.integers(len(ERRORS)))
-    # An error inside of the program's own try is caught there, on one rank alone.
+    # The program's own ``try`` catches an error in its body, on one rank alone.
     guarded = {op.body[0].number: op for op in every if op.kind == "guarded"}
     for rank, (point, number) in failures.items():
         ends = [op for op in guarded.values() if op.end == point]
@@ -123,7 +123,7 @@ def make_plan(rng: Any, ops: list[Op], last: int, size: int) -> Plan:
     while left:
         first = min(point for point, _ in left.values())
         stop = min(point for point in meets if point >= first)
-        # The others may notice it in a call that they start, or later.
+        # The other ranks may notice the error in a call that they start, or later.
         limit = min((s for s in starts if first <= s < stop), default=stop)
         for rank, (point, number) in left.items():
             if limit < point <= stop and limit < stop:
@@ -138,7 +138,7 @@ def make_plan(rng: Any, ops: list[Op], last: int, size: int) -> Plan:
 
 
 class Model:
-    """Variables, metric and optimizer of a strategy, and what they must be."""
+    """Variables, metric and optimizer of a strategy, with their expected values."""
 
     def __init__(self, strategy: Any, job: Any) -> None:
         self.strategy, self.job = strategy, job
@@ -161,21 +161,21 @@ class Model:
         return 0.5
 
     def fail(self, point: int) -> None:
-        """Raise what is planned for this rank and point."""
+        """Raise the error that is planned for this rank and point, if any."""
         where, number = self.plan.failures.get(self.job.rank, (-1, 0))
         if where == point and number != BAD_ARGUMENT:
             self.planted = ERRORS[number][0]()
             raise self.planted
 
     def value(self, point: int, good: Any) -> Any:
-        """Return an argument, or a bad one where that is planned."""
+        """Return the good argument, or a bad one if this failure is planned."""
         where, number = self.plan.failures.get(self.job.rank, (-1, 0))
         if (where, number) == (point, BAD_ARGUMENT):
             return np.array(["no", "number", "at all"])
         return good
 
     def execute(self, ops: list[Op]) -> None:
-        """Make the calls of a context."""
+        """Make the calls of a context, with the planned failures."""
         for op in ops:
             self.fail(op.number)
             getattr(self, f"do_{op.kind}")(op)
@@ -266,13 +266,13 @@ class Model:
     do_update_cross = do_update
 
     def do_guarded(self, op: Op) -> None:
-        # The program goes on, unless the failure ends more than the call.
+        # The program continues, unless the failure ends more than this call.
         with contextlib.suppress(Exception):
             self.execute(op.body)
         self.fail(op.end)
 
     def apply(self, ops: list[Op]) -> None:
-        """Bring the model to where the variables must be."""
+        """Update the expected values of the variables by the calls that succeeded."""
         for op in walk(ops):
             point = op.end if op.kind.startswith("update") else op.number
             if not self.plan.done(point):
@@ -287,7 +287,7 @@ class Model:
                 self.expected_weights -= 0.5 * 0.25 * self.job.size
 
     def check_error(self, error: Any) -> str:
-        """Return what is wrong with this rank's error."""
+        """Return a text that says what is wrong with this rank's error, or ""."""
         plan = self.plan
         if not plan.active:
             return "" if error is None else f"an error without a failure: {error!r}"
@@ -298,7 +298,7 @@ class Model:
         if common is not hs.ReplicaError and not isinstance(error, common):
             return f"no {common.__name__}: {error!r}"
         if rank in plan.active and not isinstance(error, hs.ReplicaError):
-            # An own error of the common class.
+            # This rank raised an error of the common class by itself.
             own = plan.failures[rank][1] == BAD_ARGUMENT or error is self.planted
             return "" if own else f"another error than the own: {error!r}"
         if not isinstance(error, hs.ReplicaError):
@@ -307,7 +307,7 @@ class Model:
         return f"ranks {error.ranks}" if wrong else ""
 
     def state(self) -> Any:
-        """Return what must be equal on all ranks."""
+        """Return the state that must be equal on all ranks."""
         return (
             self.total.component.tolist(),
             self.weights.component.tolist(),
@@ -315,10 +315,10 @@ class Model:
         )
 
     def check(self, error: Any) -> list[str]:
-        """Return what is wrong on any rank; collective."""
+        """Return the problems of all ranks; collective."""
         expected = self.expected_total.tolist(), self.expected_weights.tolist()
         own = self.check_error(error), self.state(), int(self.parts.component)
-        # All ranks look at everything, so that none leaves the others behind.
+        # All ranks compare everything, so that all of them fail together.
         wrong, states, _ = zip(*self.job.allgather(own), strict=True)
         problems = [text for text in wrong if text]
         if any(state != states[0] for state in states):
@@ -331,7 +331,7 @@ class Model:
 
 
 def run_programs(strategy: Any, job: Any, seed: int, steps: int) -> int:
-    """Run random programs; return how many failures there were."""
+    """Run random programs; return the number of failures."""
     rng, model, count = np.random.default_rng(seed), Model(strategy, job), 0
     for step in range(steps):
         counter = itertools.count()
@@ -356,7 +356,7 @@ def run_programs(strategy: Any, job: Any, seed: int, steps: int) -> int:
 
 
 def num_steps(job: Any) -> int:
-    """Return how many steps a busy machine of two cores does in a few seconds."""
+    """Return the number of steps that take a few seconds on two busy cores."""
     return len(seeds({1: 100, 2: 250, 3: 75}.get(job.size, 60)))
 
 
@@ -364,7 +364,7 @@ def num_steps(job: Any) -> int:
 def test_thousands_of_random_failures_leave_all_ranks_alike(
     make_strategy: Any, job: Any, seed: int
 ) -> None:
-    """In the whole matrix with 2 ranks and both layouts more than 2000 failures."""
+    """The whole matrix makes over 2000 failures with 2 ranks in both layouts."""
     with make_strategy(on_error="raise") as strategy:
         steps = num_steps(job)
         assert run_programs(strategy, job, seed, steps) >= 0.8 * steps
@@ -382,7 +382,7 @@ def test_many_more_random_failures_leave_all_ranks_alike(
 def test_an_error_caught_on_one_rank_only_is_noticed(
     make_strategy: Any, job: Any
 ) -> None:
-    """By default, where errors stay on their rank."""
+    """Without ``on_error="raise"``, an error is noticed in the next call."""
     if job.size == 1:
         pytest.skip("one rank agrees with itself")
 
@@ -396,12 +396,13 @@ def test_an_error_caught_on_one_rank_only_is_noticed(
             error = outcome(strategy.run, step, (job.rank == rank,))
             if job.rank == rank:
                 assert type(error) is BadBatch
-                # The program goes on here, while the others are in the first step.
+                # The program of this rank continues here; the other ranks are in the
+                # first step.
                 error = outcome(strategy.run, step, (False,))
             for _ in range(3):
                 assert type(error) is hs.CollectiveError
                 assert f"rank {rank}: " in str(error) or job.size > 2
-                # This rank stays a step ahead, whatever the program catches.
+                # This rank stays one step ahead, whatever errors the program catches.
                 error = outcome(strategy.run, step, (False,))
     with make_strategy() as strategy:
         assert_usable(strategy, job)
@@ -412,7 +413,7 @@ def test_an_error_caught_on_one_rank_only_is_noticed(
 def test_a_rank_that_is_ahead_is_noticed_where_copies_are_compared(
     make_strategy: Any, job: Any, num_batches: int, num_failures: int
 ) -> None:
-    """Hashes of copies are mixed with the numbers of runs and batches."""
+    """The hash of the copies includes the numbers of runs and batches."""
     if job.size == 1:
         pytest.skip("one rank agrees with itself")
 
@@ -441,7 +442,7 @@ def test_a_rank_that_is_ahead_is_noticed_where_copies_are_compared(
 def test_a_step_left_out_on_one_rank_is_noticed(
     make_strategy: Any, job: Any, late: bool
 ) -> None:
-    """The calls of the ranks are equal, and so is the number of runs."""
+    """Only the numbers of batches differ; the calls and runs of all ranks are equal."""
     if job.size == 1:
         pytest.skip("one rank agrees with itself")
     rows = np.arange(12.0)
@@ -462,7 +463,7 @@ def test_a_step_left_out_on_one_rank_is_noticed(
         for _ in range(3):
             error = outcome(train, strategy, sums)
             assert type(error) is hs.CollectiveError
-            # What was summed is of the same step.
+            # Every sum so far has values of one step only.
             assert sums == [1.0, 5.0]
         assert "of run, 4 of next()" in str(error)
     with make_strategy() as strategy:
@@ -488,7 +489,7 @@ def test_ranks_that_are_apart_meet_in_a_restore(
         for _ in range(2):
             assert type(outcome(strategy.run, step)) is hs.CollectiveError
         if job.rank == 1:
-            # Alone it meets nobody.
+            # A restore on this rank alone cannot synchronize with other ranks.
             assert type(outcome(manager.restore)) is hs.CollectiveError
         else:
             assert type(outcome(strategy.barrier)) is hs.CollectiveError
@@ -507,7 +508,7 @@ def test_ranks_that_are_apart_meet_in_a_new_strategy(
         if job.rank == 0:
             strategy.run(lambda: None)
         assert type(outcome(strategy.barrier)) is hs.CollectiveError
-        # The first one is open, and goes on with the new one.
+        # The first strategy is still open, and works again like the new one.
         with make_strategy() as other:
             assert_usable(other, job)
             assert_usable(strategy, job)

@@ -1,4 +1,4 @@
-"""Small reductions between workers: their values travel in the header of the call."""
+"""Small reductions between workers, whose values travel in the header of the call."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.mpi.ranks.outcomes import assert_same_bits, assert_usable, outcome
 
 pytestmark = pytest.mark.algorithm
 
-# Workers of one replica, also four of them; and uneven ones, of which some are alone.
+# Workers of one replica (up to four workers), and workers of unequal sizes.
 WORKER_SIZES = (1, 2, 3)
 
 
 @pytest.fixture(scope="module", params=WORKER_SIZES)
 def workers(request: pytest.FixtureRequest, job: Any) -> Iterator[Any]:
-    """Yield a strategy over several workers of a size."""
+    """Yield a strategy over several workers of the given size."""
     if request.param >= job.size:
         pytest.skip("one worker")
     with hs.MultiWorkerMirroredStrategy(replicas_per_worker=request.param) as strategy:
@@ -30,15 +30,15 @@ def workers(request: pytest.FixtureRequest, job: Any) -> Iterator[Any]:
 
 
 def no_messages(workers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let all exchanges fail but those of headers."""
-    # Copies of variables that are gone on some ranks are compared before.
+    """Make all exchanges between workers fail, except the exchange of headers."""
+    # First finish comparing copies of variables that some ranks have freed.
     workers.barrier()
     for name in ("Iallreduce", "Allreduce", "start", "exchange"):
         monkeypatch.delattr(InterruptibleComm, name)
 
 
 def in_order(parts: list[Any], strategy: Any, divisor: int) -> Any:
-    """Return the sum of all workers' sums, both in their order."""
+    """Return the sum over workers of each worker's sum, in the order of the ranks."""
     each = strategy.topology.worker_comm.size
     each = max(strategy.topology.replica_comm.allgather(each))
     wide = np.dtype(np.float32) if parts[0].dtype == np.float16 else parts[0].dtype
@@ -65,7 +65,7 @@ def test_the_sum_is_that_of_the_workers_in_their_order(
     for number, dtype in enumerate(("f4", "f8", "f2", "i4", "i8", "c16", "g")):
         rng = np.random.default_rng(number)
         for shape in ((), (1,), (3, 5), (300,)):
-            # Their sum is another one in another order.
+            # Values of such different sizes have another sum in another order.
             scales = 10.0 ** rng.integers(-2, 3, (job.size, *shape))
             drawn = rng.uniform(-99, 99, (job.size, *shape)) * scales
             parts = [np.asarray(part).astype(dtype) for part in drawn]
@@ -85,7 +85,8 @@ def test_the_sum_is_that_of_the_workers_in_their_order(
 
 
 def test_the_order_is_the_same_at_any_size(workers: Any, job: Any) -> None:
-    # Up to four workers; in the header, by parts, and in pieces with a short end.
+    # Test up to four workers. Small sums travel in the header, larger sums by parts,
+    # the largest in pieces with a short last piece.
     rng = np.random.default_rng(0)
     for size in (1, 2, 3, 9000, 70_000, 1_100_003):
         parts = list(rng.normal(size=(job.size, size)).astype(np.float32))
@@ -126,7 +127,7 @@ def test_one_array_is_reduced_again_and_again_into_any_memory(
                 np.testing.assert_array_equal(total, expected.T)
                 if number < len(outs) - 1:
                     np.testing.assert_array_equal(parts[job.rank], given)
-            # Another call of the same kind is made by its own plan.
+            # A different call of the same kind has its own plan.
             if repetition:
                 handle = workers.collectives.start_reduce(
                     hs.ReduceOp.parse(op), given.T, "reduce"
@@ -160,7 +161,7 @@ def test_started_ones_travel_in_their_headers(
         )
         for number, size in enumerate((1, 500, 3))
     ]
-    # They end before it.
+    # The started reductions end before the barrier does.
     workers.barrier()
     for number, handle in enumerate(handles):
         assert (handle.wait() == number * job.size + sum(range(job.size))).all()
@@ -173,7 +174,7 @@ def test_another_call_of_any_rank_is_an_error_on_all(
     def reduce(size: int) -> Any:
         own = np.full(size, 1.0)
         error = outcome(workers.reduce, "sum", own, axis=None, out=own)
-        # Nothing of the others is taken.
+        # This rank received no values of the other ranks.
         assert (own == 1.0).all()
         return error
 

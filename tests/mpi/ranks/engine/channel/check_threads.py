@@ -1,4 +1,4 @@
-"""Calls of two threads of a rank: one after the other, or refused."""
+"""Calls from two threads of a rank: right one after the other, refused at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SECONDS = 30
 def _in_thread(
     name: str, function: Any, *args: Any
 ) -> tuple[threading.Thread, list[Any]]:
-    """Start a thread in this one's context; the list gets what it raised."""
+    """Start a thread in this context; return it, and a list that gets its error."""
     found: list[Any] = []
     context = contextvars.copy_context()
 
@@ -62,13 +62,13 @@ def test_calls_of_two_threads_at_once_are_an_error_that_names_both(
     if job.size == 1:
         return
     strategy = make_strategy(comm=job)
-    # Calls of a kind that has been made before take a shorter way.
+    # A call that repeats an earlier one uses a faster code path.
     for _ in range(times_before):
         strategy.reduce("sum", np.ones(3))
     channel = strategy.collectives.channel
     errors: list[Any] = []
     if job.rank == 0:
-        # The other ranks have not come, so that the thread is in its call.
+        # The other ranks have not arrived, so the thread waits in its call.
         thread, errors = _in_thread("second", strategy.reduce, "sum", np.ones(3))
         end = time.monotonic() + _SECONDS
         while not channel.state.thread and time.monotonic() < end:
@@ -76,7 +76,7 @@ def test_calls_of_two_threads_at_once_are_an_error_that_names_both(
         errors.append(outcome(strategy.gather, np.ones(3), 0))
         thread.join()
     job.Barrier()
-    # The thread's part of its call was there already; the sum is then right.
+    # If the thread's call was posted already, its sum is right.
     first = outcome(strategy.reduce, "sum", np.ones(3))
     errors += [first] if job.rank == 0 or first is not None else []
     errors += [outcome(strategy.reduce, "sum", np.ones(3)) for _ in range(2)]

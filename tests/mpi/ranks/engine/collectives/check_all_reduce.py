@@ -1,8 +1,8 @@
-"""Every algorithm gives the exact sum, the same bits on every rank, in any form.
+"""Every reduction algorithm returns the exact sum, with the same bits on every rank.
 
-Values are small integers, in whatever type, so that every order of adding gives the
-same sum. Verdicts are exchanged before they are raised: Hypothesis then makes and
-shrinks the same examples on all ranks.
+Values are small integers in all types, so that every order of additions has the same
+sum. The ranks exchange their verdicts before they raise an error, so that Hypothesis
+makes and shrinks the same examples on all ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.mpi.ranks.outcomes import (
 )
 from tests.mpi.ranks.sums import DTYPES, lock
 
-# Two ranks have algorithms, and a majority, of their own.
+# Two ranks have special algorithms, and a special rule for a majority.
 pytestmark = [pytest.mark.rule, pytest.mark.algorithm]
 
 
@@ -49,25 +49,25 @@ if ml_dtypes is not None:
 
 
 def values(seed: int, shape: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Return integers from 0 to 9 of a type."""
+    """Return an array of random integers from 0 to 9."""
     drawn = np.random.default_rng(seed).integers(0, 10, shape)
     return np.asarray(drawn).astype(dtype)
 
 
 def reduced(dtype: np.dtype[Any], op: str) -> np.dtype[Any]:
-    """Return the type of a result."""
+    """Return the type of the result of a reduction."""
     return np.dtype(np.float64) if dtype.kind in "iu" and op == "mean" else dtype
 
 
 def expected(
     parts: list[np.ndarray[Any, Any]], op: str
 ) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return the sum or mean in one process."""
+    """Return the sum or mean, computed in one process."""
     dtype = parts[0].dtype
     wide = np.dtype(np.clongdouble if dtype.kind == "c" else np.longdouble)
     total = np.add.reduce([part.astype(wide) for part in parts], axis=0)
     if op == "mean":
-        # Divided as all algorithms do: once, in the type in which they add.
+        # All algorithms divide once, in the type in which they add.
         adds = np.float32 if dtype.itemsize == 2 and dtype.kind in "fV" else None
         adds = adds or reduced(dtype, op)
         total = total.astype(adds) / np.asarray(len(parts), adds)
@@ -75,7 +75,7 @@ def expected(
 
 
 def algorithms(strategy: Any) -> dict[str, Any]:
-    """Return all that serve the strategy's layout."""
+    """Return all algorithms that support the strategy's layout."""
     size = strategy.num_replicas_in_sync
     ops = {
         "chosen": None,
@@ -89,7 +89,7 @@ def algorithms(strategy: Any) -> dict[str, Any]:
 
 
 def same_bits(job: Any, tree: list[Any]) -> None:
-    """Demand equal bytes on all ranks."""
+    """Assert that arrays have equal bytes on all ranks."""
     own = [meaningful_bytes(np.asarray(array)) for array in tree]
     assert job.allgather(own) == [own] * job.size
 
@@ -115,7 +115,7 @@ ARRAYS = st.lists(
 
 
 def in_memory_order(array: np.ndarray[Any, Any], order: str) -> np.ndarray[Any, Any]:
-    """Lay an array out in another way."""
+    """Return a copy of an array in another memory layout."""
     if order == "strided" and array.ndim:
         return np.repeat(array, 2, axis=0)[::2]
     return np.array(array, order="F" if order == "F" else "C")
@@ -178,7 +178,7 @@ def _all_algorithms_agree(
 
 
 def outs(own: list[Any], op: str, how: str) -> Any:
-    """Return where results are to go."""
+    """Return output arrays for the results, or None for new arrays."""
     if how == "fresh":
         return None
     fresh = [np.empty(a.shape, reduced(a.dtype, op)) for a in own]
@@ -188,7 +188,7 @@ def outs(own: list[Any], op: str, how: str) -> Any:
         return [np.repeat(a, 2, axis=0)[::2] if a.ndim else a for a in fresh]
     fits = [a if a.dtype == f.dtype else f for a, f in zip(own, fresh, strict=True)]
     if how == "swapped":
-        # Results over the memory of another array of the same kind.
+        # Results overwrite the memory of another array of the same kind.
         for i, j in ((0, 1), (0, 2)):
             if j < len(own) and (own[i].shape, fits[i].dtype) == (
                 own[j].shape,
@@ -227,7 +227,7 @@ def _started_end_in_order(
             handles.append(
                 collectives.start_reduce(hs.ReduceOp.SUM, own, "start", out=out)
             )
-        # Ranks look as often as they like.
+        # Ranks may call ``test`` as often as they want.
         for number in tests[: 1 + job.rank]:
             handles[min(number, len(handles) - 1)].test()
         found = {n: handles[n].wait() for n in waits if n < len(handles)}
@@ -286,7 +286,7 @@ def test_a_failure_while_several_reductions_are_under_way_ends_the_strategy(
     if job.size == 1:
         return
     with make_strategy(comm=job) as strategy:
-        # The first start with device arrays waits for the others.
+        # The first start with device arrays waits for the other ranks.
         strategy.reduce("sum", np.ones(2), axis=None)
 
         def step() -> Any:
@@ -302,7 +302,7 @@ def test_a_failure_while_several_reductions_are_under_way_ends_the_strategy(
         error = outcome(strategy.run, step)
         kind = hs.CollectiveError if job.rank else ValueError
         assert isinstance(error, kind), error
-        # No sum after it can be wrong, because there is none.
+        # No later sum can be wrong, because the strategy is closed for sums.
         error = outcome(strategy.reduce, "sum", np.ones(2))
         assert isinstance(error, hs.CollectiveError)
         assert "several started calls" in str(error)
@@ -320,7 +320,8 @@ def test_an_interrupt_before_a_call_is_noticed_in_the_next(
     with make_strategy(comm=job) as strategy:
         slots = strategy.collectives.channel.rings
         if job.rank == 0 and strategy.topology.num_workers == 1:
-            # What an interrupt leaves behind that comes after the place is taken.
+            # Take a place, like an interrupt that arrives right after the place was
+            # taken.
             slots.take(slots.place_bytes(1))
             error = outcome(strategy.reduce, "sum", np.ones(3), None)
         else:
@@ -356,7 +357,7 @@ def test_an_interrupted_started_reduction_gives_no_result(
         channel = strategy.collectives.channel
         started = strategy.collectives.start_reduce(hs.ReduceOp.SUM, np.ones(9), "x")
         np.testing.assert_array_equal(started.wait(), np.full(9, job.size))
-        # A rank that is told of the interrupt while it waits would end the job.
+        # Wait, because an interrupt message to a waiting rank would end the job.
         job.Barrier()
 
         def interrupted(waits: bool) -> bool:
@@ -368,7 +369,7 @@ def test_an_interrupted_started_reduction_gives_no_result(
         with pytest.raises(KeyboardInterrupt):
             started.wait()
         assert "interrupted" in channel.failures.broken
-        # The ranks have told each other: nothing can be closed together any more.
+        # The ranks have exchanged abort messages, so no collective close is possible.
         strategy.abandon()
 
 
@@ -422,7 +423,7 @@ def test_slots_smaller_than_a_page_hold_their_data_apart(
 def test_arrays_that_lie_elsewhere_in_the_same_place_keep_apart(
     make_strategy: Any, job: Any, monkeypatch: Any
 ) -> None:
-    """Of one type and length; the places of later calls are those of earlier ones."""
+    """Arrays of one type and length; later calls reuse the places of earlier calls."""
     monkeypatch.setattr(topology_module, "slot_bytes", lambda *_: 4096)
     total = job.size * (job.size + 1) // 2
     with make_strategy(comm=job) as strategy:
@@ -436,7 +437,7 @@ def test_arrays_that_lie_elsewhere_in_the_same_place_keep_apart(
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_large_arrays_together(make_strategy: Any, job: Any, op: str) -> None:
-    """Several arrays in a piece, and segments that workers share by parts."""
+    """Several arrays share a piece, and workers share segments by parts."""
     parts = 40_000
     for algorithm in (None, hs.HierarchicalCopyAllReduce()):
         with make_strategy(comm=job, cross_device_ops=algorithm) as strategy:
@@ -494,7 +495,7 @@ def test_matrices_are_arrays_and_threads_have_contexts_of_their_own(
 def test_sums_of_one_worker_are_those_in_the_order_of_the_ranks(
     strategy: Any, job: Any
 ) -> None:
-    # Bit for bit, whatever the form and the sizes of the pieces.
+    # The sums are equal bit for bit, for any layout and any sizes of pieces.
     if strategy.topology.num_workers > 1:
         pytest.skip("MPI chooses the order between workers")
     rng = np.random.default_rng(3)
@@ -579,7 +580,7 @@ def test_half_precision_between_workers_keeps_its_bound(
 
 
 def test_overflow_takes_no_rank_out_of_a_call(strategy: Any, job: Any) -> None:
-    # Warnings are errors here, and the user may have asked NumPy for them.
+    # A warning would be an error here, and a user may ask NumPy for errors, too.
     huge = np.full(100_000, np.finfo(np.float32).max)
     with np.errstate(all="raise"):
         for value in (huge, huge[:3], huge[:0]):
@@ -705,19 +706,19 @@ def test_a_progress_thread_ends_reductions_while_the_program_computes(
 
 
 class Foreign:
-    """An array of another library in host memory, which it shares by DLPack."""
+    """An array of another library in host memory, exported through DLPack."""
 
     def __init__(self, array: Any, *, copies: bool = False) -> None:
         self.array = array
         self.copies = copies
 
     def __dlpack__(self, **options: Any) -> Any:
-        """Share the array, or a copy of it."""
+        """Export the array, or a copy of it."""
         array = self.array.copy() if self.copies else self.array
         return array.__dlpack__(**options)
 
     def __dlpack_device__(self) -> Any:
-        """Name the device."""
+        """Return the DLPack device of the array."""
         return self.array.__dlpack_device__()
 
 

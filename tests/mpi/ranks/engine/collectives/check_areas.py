@@ -1,4 +1,4 @@
-"""Arrays that all ranks of a worker have mapped are summed where they lie."""
+"""Arrays in memory that all ranks of a worker have mapped are summed without a copy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZE = LEAST_MAPPED_BYTES // 4
 
 
 class Memory:
-    """Memory in a file without a name."""
+    """An array in an anonymous memory file, which other processes can map."""
 
     def __init__(self, size: int, dtype: str) -> None:
         self.alive = True
@@ -43,7 +43,7 @@ class Memory:
 
 @pytest.fixture
 def worker(job: Any) -> Iterator[Any]:
-    """Yield a strategy, whose replicas are one worker, and its areas."""
+    """Yield a strategy with a single worker, and its mapped memory."""
     if job.size == 1:
         pytest.skip("a single replica moves nothing")
     with hs.MultiWorkerMirroredStrategy() as strategy:
@@ -54,7 +54,7 @@ def worker(job: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def summed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the sizes of arrays that are summed in areas."""
+    """Return a list that gets the size of each array that is summed in an area."""
     sizes: list[int] = []
     real = module._sum_segment
 
@@ -67,7 +67,7 @@ def summed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def reduced(strategy: Any, array: Any, job: Any, *, op: str = "sum") -> None:
-    """Reduce random numbers in an array, and compare the bits with a usual call's."""
+    """Reduce random numbers in place, and compare the bits with a copying reduction."""
     drawn = np.random.default_rng(job.rank).normal(size=array.shape) * 99
     values = drawn.astype(array.dtype)
     array[...] = values
@@ -92,7 +92,7 @@ def test_sums_are_those_of_the_usual_way_to_the_bit(
             reduced(strategy, memory.array, job, op=op)
         assert summed == [size] * 3
         summed.clear()
-        # Others forget it at the next one.
+        # The other ranks forget the area at their next call.
         job.Barrier()
         memory.close()
     assert len(areas._others) == job.size - 1
@@ -114,7 +114,7 @@ def test_a_rank_without_an_area_has_all_go_the_usual_way(
     reduced(strategy, private if job.rank == 0 else memory.array, job)
     reduced(strategy, memory.array, job)
     assert summed == [SIZE] * 2
-    # Not where it lies.
+    # The result is a new array, outside of the area.
     total = strategy.reduce("sum", memory.array, axis=None)
     assert total.shape == (SIZE,)
     assert summed == [SIZE] * 2
@@ -127,7 +127,7 @@ def test_what_one_rank_cannot_map_ends_it_on_all(
     strategy, areas = worker
     memory = Memory(SIZE, "f4")
     if job.rank == faulty % job.size:
-        # As where the number of its process is that of another one.
+        # Simulate a process number that another process has, so that mapping fails.
         found = module._mapped
 
         def other(row: list[int]) -> Any:
@@ -156,7 +156,7 @@ def test_memory_that_is_gone_is_no_area_any_more(
     memory.offer(areas)
     reduced(strategy, memory.array, job)
     memory.alive = False
-    # What lies at its address now may be anything.
+    # Other data may lie at the area's address now.
     reduced(strategy, memory.array, job)
     assert summed == [SIZE]
     assert not areas.offers(memory.array.ctypes.data)

@@ -1,4 +1,4 @@
-"""The compiled kernel against NumPy: the same calls, and the same bits."""
+"""The compiled kernel compared with NumPy: the same calls return the same bits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.algorithm
 
 
 def _arrays(shared: Any, draw: Any) -> list[Any]:
-    """Return arrays of kinds that are the same on all ranks, in any memory order."""
+    """Return random arrays; types and shapes are equal on all ranks."""
     arrays = []
     for _ in range(int(shared.integers(1, 8))):
         dtype = TYPES[int(shared.integers(len(TYPES)))]
@@ -61,12 +61,12 @@ def test_sums_are_those_of_numpy(make_strategy: Any, job: Any, seed: int) -> Non
 
 
 def _reduced(strategy: Any, op: str, arrays: list[Any], options: Any, way: int) -> Any:
-    """Reduce arrays: into new ones, in place, or into each other's memory."""
+    """Reduce arrays into new arrays, in place, or into one another's memory."""
     out: list[Any] | None = None
     if way > 0:
         arrays = out = [array.copy() for array in arrays]
     if way == 2:
-        # The results of some lie over the values of others.
+        # Some results overwrite the values of other arrays.
         more = [array.copy() for array in arrays]
         arrays, out = [*arrays, *more], [*more, *arrays]
     found: list[Any] = []
@@ -86,7 +86,7 @@ def test_results_without_memory_are_an_error_on_all(
     faulty, module = job.size - 1, kernel_sum.load()
 
     class NoMemory:
-        """A sum whose results have no memory, once."""
+        """A kernel whose first sum finds no memory for its results."""
 
         def __init__(self, real: Any) -> None:
             self.real, self.failed = real, False

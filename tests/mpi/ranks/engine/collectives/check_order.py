@@ -1,4 +1,4 @@
-"""Inside a worker sums are those of adding the replicas' values in their order."""
+"""Sums inside of a worker have the bits of adding the values in replica order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if ml_dtypes is not None:
 
 
 def in_order(parts: list[Any], op: str) -> Any:
-    """Return the sum or mean of adding the parts one after the other."""
+    """Return the sum or mean, computed by adding the parts one after the other."""
     dtype = parts[0].dtype
     wide = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
     total = parts[0].astype(wide)
@@ -36,7 +36,7 @@ def in_order(parts: list[Any], op: str) -> Any:
 
 
 def switches(strategy: Any) -> list[int]:
-    """Return the sizes in bytes at which another way is taken, and some between."""
+    """Return sizes in bytes at which the algorithm changes, and some in between."""
     topology = strategy.topology
     ranks = topology.worker_comm.size
     edges = {
@@ -56,7 +56,7 @@ def test_sums_inside_a_worker_are_in_the_order_of_the_replicas(
     for nbytes in switches(strategy):
         for number, dtype in enumerate(TYPES):
             wire = max(dtype.itemsize, 4)
-            # One element less, and one more, than the size.
+            # Test the size, and one element less and more.
             for length in (nbytes // wire - 1, nbytes // wire, nbytes // wire + 1):
                 if length > 100_000 and number > 1:
                     continue

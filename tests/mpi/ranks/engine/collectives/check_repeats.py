@@ -1,4 +1,4 @@
-"""Arrays that are reduced again and again: by what was planned the first time."""
+"""Repeated reductions of the same array, which reuse the plan of the first call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES = [(), (1,), (3, 5), (0,), (700,)]
 
 
 def watched(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Return for each call from here on whether the kernel made it alone."""
+    """Return a list that says for each later call whether the kernel made it alone."""
     found: list[bool] = []
     real = strategy.collectives.repeat
 
@@ -33,13 +33,13 @@ def watched(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def has_kernel(strategy: Any) -> bool:
-    """Whether the kernel moves all data of a strategy's sums."""
+    """Return whether the kernel moves all data of a strategy's sums."""
     kernel = getattr(strategy.collectives.channel, "kernel", None)
     return kernel is not None and strategy.topology.num_workers == 1
 
 
 def reduced(strategy: Any, how: str, op: Any, own: Any, out: Any = None) -> Any:
-    """Reduce an array in cross-replica context, or in that of a replica."""
+    """Reduce an array, in cross-replica or in replica context."""
     if how == "reduce":
         return strategy.reduce(op, own, axis=None, out=out)
     outcome = strategy.run(
@@ -63,13 +63,14 @@ def test_results_are_right_each_time(
     mean = hs.ReduceOp.parse(op) is hs.ReduceOp.MEAN
     for dtype in DTYPES:
         for shape in SHAPES:
-            # Each draw is reduced several times.
+            # Reduce the values of each seed several times.
             for seed in range(2 if SHORT else 3):
                 parts = drawn(job, shape, dtype, seed)
                 whole = np.sum(parts, axis=0, dtype=np.result_type(dtype, "i8"))
                 expected = whole / job.size if mean else whole
                 own, before = parts[job.rank], parts[job.rank].copy()
-                # Twice what has a place of its own, and in any memory order.
+                # Write results into a new array, into a given one, and into a strided
+                # one.
                 kind = reduced(strategy, how, op, own).dtype
                 wide = np.zeros((*shape, 2), kind)
                 for out in (None, np.empty(shape, kind), wide[..., 0]):
@@ -100,19 +101,19 @@ def test_the_kernel_makes_repeated_calls_alone(
         strategy.reduce(hs.ReduceOp.SUM, [own, own[:3]], axis=None)
         return list(repeated)
 
-    # The first calls plan.
+    # The first calls make the plans.
     make_calls()
     assert make_calls() == [alone] * 4
-    # Not into every other place.
+    # The kernel alone makes no call whose result is strided.
     strategy.reduce("sum", own, axis=None, out=np.empty(10)[::2])
     assert not repeated[-1]
     started = strategy.collectives.start_reduce(hs.ReduceOp.SUM, own, "reduce")
     assert (strategy.reduce("sum", own, axis=None) == job.size).all()
-    # The usual way has ended the started one first.
+    # The usual code path ended the started reduction before it made this call.
     assert not repeated[-1]
     assert (started.wait() == job.size).all()
     assert make_calls() == [alone] * 4
-    # One array in a list is another call than the array.
+    # A list with one array is another call than the array alone.
     [total] = strategy.reduce("sum", [own], axis=None)
     assert not repeated[-1]
     np.testing.assert_array_equal(total, job.size)
@@ -129,7 +130,7 @@ def test_what_is_out_of_the_ordinary_is_looked_at(
     for _ in range(2):
         strategy.reduce("sum", own, axis=None)
     assert repeated[-1]
-    # Between the look and the call, as a handler of a signal would.
+    # Change the state between the check and the call, like a signal handler.
     assert channel.may_repeat()
     if change == "notice":
         channel.notice = "planted"
@@ -140,7 +141,7 @@ def test_what_is_out_of_the_ordinary_is_looked_at(
     assert not repeated[-1]
     if change == "notice":
         assert channel.noticed == dict.fromkeys(range(job.size), "planted")
-        # Other tests use the same channel.
+        # Clear the notices, because other tests use the same channel.
         channel.noticed = {}
     elif change == "timeline":
         assert found.num_calls == 1
@@ -153,12 +154,12 @@ def test_what_is_out_of_the_ordinary_is_looked_at(
 def test_a_notice_before_a_late_rank_has_read_the_values_loses_none(
     strategy: Any, job: Any
 ) -> None:
-    """All agree once more after a notice; the next sum must not reuse the memory."""
+    """All ranks agree after a notice; the next sum must not reuse the memory."""
     channel, last = strategy.collectives.channel, job.size - 1
     if channel is None:
         pytest.skip("one replica makes no calls")
     for step in range(30):
-        # Another rank tells something each time, and another one is late.
+        # In each step, one rank sends a notice, and another rank is late.
         if strategy.replica_id == step % job.size:
             channel.notice = "planted"
         if strategy.replica_id == (step + 1) % job.size:
@@ -168,7 +169,7 @@ def test_a_notice_before_a_late_rank_has_read_the_values_loses_none(
         second = strategy.reduce("sum", np.ones(3), axis=None)
         assert first == last * job.size / 2 + 10 * step * job.size
         assert (second == job.size).all()
-    # Other tests use the same channel.
+    # Clear the notices, because other tests use the same channel.
     channel.noticed = {}
 
 

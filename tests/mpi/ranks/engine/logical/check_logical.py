@@ -1,7 +1,7 @@
 """Logical replicas: the same bits, and the same errors, on any number of ranks.
 
-What a job gives is compared with one process that has all replicas, and sums with the
-tree over them.
+The tests compare the results of a job with those of one process that has all replicas,
+and sums with sums over the tree of replicas.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STEPS = 9
 
 @pytest.fixture(params=[1, None], ids=["lonely", "one_worker"])
 def each(request: pytest.FixtureRequest) -> Any:
-    """How many ranks are a worker."""
+    """Return the number of ranks that form a worker."""
     return request.param
 
 
@@ -39,14 +39,14 @@ def made(count: int, **options: Any) -> Any:
 
 
 def alone(count: int) -> Any:
-    """Return a strategy of this process alone, with all replicas."""
+    """Return a strategy in which this process has all replicas."""
     from mpi4py import MPI
 
     return made(count, comm=MPI.COMM_SELF)
 
 
 def leaves_of(seed: int, count: int, dtype: Any, shape: tuple[int, ...]) -> list[Any]:
-    """Return an array for each replica, of numbers whose sums depend on the order."""
+    """Return an array for each replica; the sum of the arrays depends on the order."""
     rng = np.random.default_rng(seed)
     wide = rng.standard_normal((count, *shape)) * 10.0 ** rng.integers(
         -3, 4, (count, *shape)
@@ -59,7 +59,7 @@ def leaves_of(seed: int, count: int, dtype: Any, shape: tuple[int, ...]) -> list
 
 
 def by_the_tree(leaves: list[Any], op: str) -> Any:
-    """Return the sum or mean over the replicas, by its definition."""
+    """Return the sum or mean over the replicas in tree order, by its definition."""
     dtype, count = leaves[0].dtype, len(leaves)
     wire, narrows = wire_dtype(dtype, op == "mean")
     order = TreeOrder(count, 1)
@@ -135,7 +135,7 @@ def test_no_algorithm_changes_the_bits(each: Any, job: Any, ops: Any) -> None:
 
 
 def training(strategy: Any) -> list[bytes]:
-    """Train a little with all that the library has; return all state, as bytes."""
+    """Train with all features of the library; return all state as bytes."""
     state = _parts(strategy)
     _train(strategy, state, 0, STEPS)
     return _bytes_of(state)
@@ -162,7 +162,7 @@ def _bytes_of(state: dict[str, Any]) -> list[bytes]:
 
 
 def _parts(strategy: Any) -> dict[str, Any]:
-    """Make the parts of a training."""
+    """Return the objects of a training: variables, optimizer, data and metrics."""
     rng = np.random.default_rng(3)
     x = rng.standard_normal((203, 6)).astype(np.float32)
     y = (x @ rng.standard_normal((6, 3))).astype(np.float32)
@@ -236,7 +236,7 @@ def test_resumed_elsewhere_it_has_the_bits_of_one_that_was_not(
     stops = sorted({*rng.integers(1, STEPS, 3).tolist(), STEPS})
     begin, found = 0, None
     for stop in stops:
-        # Other ranks go on each time: the first few of the job.
+        # Each time, another number of the job's ranks continues, beginning with rank 0.
         size = int(rng.integers(1, job.size + 1))
         comm = job.Split(0 if job.rank < size else MPI.UNDEFINED, job.rank)
         if job.rank < size:
@@ -286,7 +286,7 @@ def test_components_come_back_as_they_were(job: Any, folder: Path) -> None:
         for how in hows:
             for replica, found in enumerate(back[how].values):
                 assert found.tolist() == part(replica).tolist()
-    # On another number of replicas, and on none, the combined value is the same.
+    # The combined value is the same on 3 replicas, and without replicas.
     with alone(3) as other:
         back = {how: variable(other, how) for how in hows}
         manager = hs.CheckpointManager(folder / "c", **back)

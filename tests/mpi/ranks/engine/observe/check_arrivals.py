@@ -1,4 +1,4 @@
-"""Late ranks are found, and timelines show what each rank did when."""
+"""Reports name late ranks, and timelines show the calls of each rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUM_CALLS = 10
 
 @pytest.fixture
 def own_strategy(make_strategy: Callable[..., Any], job: Any) -> Iterator[Any]:
-    """Yield a strategy whose numbers begin at zero; closed after the test."""
+    """Yield a strategy whose counters begin at zero, and close it after the test."""
     comm = job.Dup()
     with make_strategy(comm=comm) as strategy:
         yield strategy
@@ -53,7 +53,7 @@ def test_late_rank_is_found(own_strategy: Any, job: Any) -> None:
         return
     assert report[0].calls >= NUM_CALLS
     assert [row.replica for row in report.slowest()] == [late], str(report)
-    # Half of it, because a busy machine keeps the others up, too.
+    # Demand only half of the time, because a busy machine delays the other ranks, too.
     slept = NUM_CALLS * LATE_SECONDS
     assert report.behind_seconds(report[late]) > slept / 2
     assert f"late: replica {late} on {report[late].host}" in str(report)
@@ -63,7 +63,7 @@ def test_late_rank_is_found(own_strategy: Any, job: Any) -> None:
         assert "reduce(SUM) of float64[2]" in row.longest_call
         assert len(row.histogram) == BINS
         assert sum(row.histogram) == row.waits
-        # Waits of more than 16 ms.
+        # The bins from 15 on count waits of more than 16 ms.
         assert sum(row.histogram[15:]) >= NUM_CALLS / 2
 
 
@@ -87,7 +87,7 @@ def test_waits_for_data_are_kept_apart(own_strategy: Any, job: Any) -> None:
     for old, new in zip(before, after, strict=True):
         assert new.data_waits >= old.data_waits
         assert new.data_seconds >= new.data_longest_seconds
-        # The histogram is of the others' lateness alone.
+        # The histogram counts only waits for late ranks.
         assert sum(new.histogram) == new.waits
 
 
@@ -100,7 +100,7 @@ def test_what_came_while_a_rank_computed_is_not_waited_for(
         handle = context().start_all_reduce("sum", np.ones(3))
         if context().replica_id_in_sync_group == job.size - 1:
             time.sleep(0.2)
-        # All have come long before anybody waits.
+        # All ranks have arrived long before a rank waits.
         job.Barrier()
         while not handle.test():
             time.sleep(0.001)
@@ -131,7 +131,7 @@ def test_worker_sees_the_numbers_of_all_its_ranks(own_strategy: Any, job: Any) -
 
 
 def _use_everything(strategy: Any, folder: str) -> None:
-    """Make each kind of call."""
+    """Make each kind of call once."""
     with strategy.scope():
         weights = hs.Variable(np.zeros(4), name="weights")
         optimizer = hs.optimizers.SGD(0.1)
@@ -201,7 +201,7 @@ def _check_calls(timeline: Any, events: Any, tracks: Any) -> None:
     error = max(s.round_trip_ns for f in timeline.files for s in f.samples) / 1000 + 1
     for waits in calls.values():
         assert len({event["args"]["call"] for event in waits}) == 1
-        # Nobody goes on before the last has come.
+        # No rank leaves the call before the last rank has arrived.
         if len(waits) == size:
             last = max(event["ts"] for event in waits)
             assert all(event["ts"] + event["dur"] > last - error for event in waits)

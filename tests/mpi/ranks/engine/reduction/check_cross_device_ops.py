@@ -1,4 +1,4 @@
-"""Hooks of a program's CrossDeviceOps, and algorithms that are called by themselves."""
+"""Hooks in a program's CrossDeviceOps, and reduction algorithms called directly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.rule
 
 
 class Counting(hs.ReductionToOneDevice):
-    """As a subclass of the reference would be written: counts, and asks its base."""
+    """A subclass in the style of tf.distribute, which counts calls of its hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Counting(hs.ReductionToOneDevice):
 
     def _count(self, what: str) -> None:
         self.calls[what] += 1
-        # As in the reference.
+        # As in tf.distribute, hooks run in cross-replica context.
         assert hs.get_replica_context() is None
         assert hs.has_strategy()
 
@@ -111,7 +111,7 @@ def test_variables_and_optimizers_call_the_hooks(counted: Any, job: Any) -> None
     strategy.run(step)
     np.testing.assert_array_equal(variable.numpy(), total)
     np.testing.assert_array_equal(others[1].numpy(), -total)
-    # The value of one replica is assigned as it is.
+    # A value of a single replica is assigned without a reduction.
     assigned = {"reduce": 1} if job.size > 1 else {}
     assert _seen(ops) == assigned | {"batch_reduce": 1}
     assert seen.numpy() == job.size
@@ -120,7 +120,7 @@ def test_variables_and_optimizers_call_the_hooks(counted: Any, job: Any) -> None
 
 
 class Clipped(hs.CrossDeviceOps):
-    """A subclass with one hook: the other calls go through it, too."""
+    """A subclass with one hook, which all kinds of reductions must call."""
 
     def reduce_implementation(
         self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any
@@ -191,7 +191,7 @@ def test_started_reductions_are_refused(counted: Any) -> None:
     [hs.CrossDeviceOps(), hs.ReductionToOneDevice(), hs.MpiAllReduce(), Counting()],
 )
 def test_algorithms_by_themselves(strategy: Any, job: Any, ops: Any) -> None:
-    """Whatever the strategy's own algorithm is."""
+    """An algorithm works directly, whatever the strategy's own algorithm is."""
     total, mine = sum(range(1, job.size + 1)), np.full(2, job.rank + 1.0)
     value = strategy.run(lambda: mine)
     with strategy.scope():
@@ -214,7 +214,7 @@ def test_algorithms_by_themselves_need_a_scope() -> None:
 
 
 def test_aggregations_are_operations(strategy: Any, job: Any) -> None:
-    """The reference's own text passes them."""
+    """Programs written for tf.distribute pass aggregations as operations."""
     sums = hs.VariableAggregation.SUM
     assert strategy.extended.reduce_to(sums, np.float64(1), "CPU:0") == job.size
     assert strategy.reduce(hs.VariableAggregation.MEAN, np.float64(1)) == 1

@@ -1,4 +1,4 @@
-"""Sums by parts, gathers into given memory, all-to-all and messages, against NumPy."""
+"""Reduce-scatters, gathers, all-to-alls and messages, compared with NumPy."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LENGTHS = (0, 1, 5, 1000, 300_001)
 
 @pytest.fixture
 def exchanges(strategy: Any) -> Exchanges:
-    """Return the calls of a strategy's replicas."""
+    """Return the exchanges between a strategy's replicas."""
     return Exchanges(strategy.collectives)
 
 
 def parts_of(job: Any, length: int, dtype: Any, seed: int = 0) -> list[np.ndarray]:
-    """Return every rank's array, the same on all ranks."""
+    """Return the arrays of all ranks, equal on every rank."""
     rng = np.random.default_rng(seed + length)
     return [rng.integers(0, 50, length).astype(dtype) for _ in range(job.size)]
 
@@ -53,7 +53,7 @@ def test_reductions_that_were_started_before_come_first(
 
     def step() -> None:
         if job.rank:
-            # The first rank is in the next call before the others start this one.
+            # Rank 0 is in the next call before the other ranks start this one.
             time.sleep(0.02)
         context = hs.get_replica_context()
         started = context.start_all_reduce("sum", values + job.rank)
@@ -79,7 +79,7 @@ def test_parts_of_a_reduce_scatter_may_be_of_any_sizes(
 
 
 def test_half_precision_is_added_in_float32(exchanges: Exchanges, job: Any) -> None:
-    # In float16 2048 + 1 is 2048 again.
+    # In float16, 2048 + 1 is rounded to 2048.
     own = np.full(3, 2048 if job.rank == 0 else 1, np.float16)
     result = np.empty(1, np.float16)
     parts = [own[:1].copy() for _ in range(job.size)]
@@ -118,7 +118,7 @@ def test_gathers_broadcasts_and_scatters_fill_the_given_memory(
         whole = np.zeros((job.size, length), np.int32)
         exchanges.all_gather(every[job.rank], list(whole), "gather", whole)
         np.testing.assert_array_equal(whole, every)
-        # As FSDP2 does: from the result's own part.
+        # FSDP2 gathers like this: the input is this rank's part of the output.
         whole[...] = -1
         whole[job.rank] = every[job.rank]
         exchanges.all_gather(whole[job.rank], list(whole), "gather", whole)

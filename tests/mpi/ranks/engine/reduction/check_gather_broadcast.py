@@ -1,4 +1,4 @@
-"""Gathers, broadcasts, sparse rows and reductions to one, against NumPy."""
+"""Gathers, broadcasts, sparse rows and reductions to one rank, compared with NumPy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DTYPES = ("b", "H", "i8", "f2", "f4", "f8", "g", "F", "?", "U3", "S2", "M8[s]", 
 
 
 def all_gather(strategy: Any, value: Any, axis: Any) -> Any:
-    """Gather in replica context."""
+    """Gather a value in replica context."""
 
     def step() -> Any:
         return hs.get_replica_context().all_gather(value, axis)
@@ -42,13 +42,13 @@ def all_gather(strategy: Any, value: Any, axis: Any) -> Any:
 
 
 def gathered(strategy: Any, value: Any, axis: int) -> Iterator[Any]:
-    """Gather in cross-replica and in replica context."""
+    """Gather a value in cross-replica context, then in replica context."""
     yield strategy.gather(value, axis)
     yield all_gather(strategy, value, axis)
 
 
 def uneven_parts(seed: int, size: int, dtype: Any) -> tuple[list[Any], int]:
-    """Return arrays that differ in one dimension, some of them empty, and which."""
+    """Return arrays that differ in one dimension, and this dimension."""
     rng = np.random.default_rng(seed)
     shape = rng.integers(0, 4, int(rng.integers(1, 5)))
     axis, parts = int(rng.integers(shape.size)), []
@@ -162,7 +162,7 @@ def test_broadcast_object_from_every_root(strategy: Any, job: Any) -> None:
 
 def test_object_that_does_not_pickle_fails_on_all(strategy: Any, job: Any) -> None:
     for root in range(job.size):
-        # What the others hold is not looked at.
+        # Ranks other than the root pass an object that is ignored.
         error = outcome(strategy.broadcast_object, threading.Lock(), root)
         if job.size == 1:
             assert error is None
@@ -200,7 +200,7 @@ def test_broadcast_to_gives_all_the_first_replicas_arrays(
 
 
 def test_broadcast_of_arrays_from_every_root(strategy: Any, job: Any) -> None:
-    # One byte, and one more than a number of whole ones, of several types at once.
+    # Arrays of 1, 120, 4, 7 and 0 bytes, of several types in one call.
     shapes = [((), "?"), ((3, 5), "f8"), ((), "f4"), ((7,), "u1"), ((0, 2), "i4")]
     rng = np.random.default_rng(3)
     parts = [

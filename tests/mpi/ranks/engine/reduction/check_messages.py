@@ -1,4 +1,4 @@
-"""Messages between two replicas: what comes, and what is told where they differ."""
+"""Messages between two replicas: their data, and the errors if the two sides differ."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.mpi.ranks.outcomes import assert_usable, outcome
 
 pytestmark = pytest.mark.algorithm
 
-# On both sides of where data are cut into parts: 32 KiB, then 64 KiB more, and so on.
+# Sizes around those at which data are cut: after 32 KiB, after 64 KiB more, and so on.
 NUM_BYTES = (0, 8, 96, 32_760, 32_768, 32_776, 98_304, 98_312, 1_200_000, 3_500_000)
 DTYPES = ("u1", "f2", "f4", "i8")
 GUARD = 3.0
-# Bytes on each side of an array that is received into.
+# Bytes on each side of a receive buffer that must stay unchanged.
 GUARD_BYTES = 1 << 22
 
 
@@ -57,7 +57,7 @@ def test_a_message_from_anybody_says_who_sent_it(strategy: Any, job: Any) -> Non
 
 
 class _Guarded:
-    """Memory to receive into, inside of more that nothing may write."""
+    """A receive buffer inside of memory that must stay unchanged."""
 
     def __init__(self, size: int, dtype: str) -> None:
         guard = GUARD_BYTES // np.dtype(dtype).itemsize
@@ -66,18 +66,19 @@ class _Guarded:
         self._outside = self._whole[:guard], self._whole[guard + size :]
 
     def assert_bounded(self) -> None:
-        """Demand that all around the array is as before."""
+        """Assert that the memory around the buffer is unchanged."""
         assert all((part == GUARD).all() for part in self._outside)
 
 
 @dataclass
 class _Case:
-    """Messages of which one does not fit; drawn in the same way on all ranks."""
+    """A series of messages, one of which does not fit; equal on all ranks."""
 
-    # Sizes and types, of the sends and of the receives.
+    # Size and type of each message that is sent, and of each that is received.
     sent: list[tuple[int, str]]
     received: list[tuple[int, str]]
-    # Which one does not fit; whether the receiver waits for it first, and polls.
+    # The index of the message that does not fit; whether the receiver waits for this
+    # message first; whether the receiver polls.
     wrong: int
     in_order: bool
     polls: bool
@@ -93,7 +94,7 @@ class _Case:
         after = [kind() for _ in range(rng.randrange(3))]
         one = other = kind()
         while one == other:
-            # Another size, another type, or both.
+            # The message has another size, another type, or both.
             other = rng.choice([kind(), (one[0], kind()[1])])
         return cls(
             [*before, one, *after],
@@ -105,14 +106,14 @@ class _Case:
         )
 
     def send(self, messages: Messages, dest: int) -> Any:
-        """Send all, and return the first error: small messages go at once."""
+        """Send all messages, and return the first error."""
         values = [np.full(size, 7).astype(dtype) for size, dtype in self.sent]
         transfers = [messages.send(one, dest, self.tag, "send") for one in values]
         errors = [outcome(one.wait) for one in transfers]
         return next(filter(None, errors), None)
 
     def receive(self, messages: Messages, source: int) -> Any:
-        """Receive all, and return the error of the one that is awaited first."""
+        """Receive all messages, and return the error of the first that is awaited."""
         guarded = [_Guarded(*kind) for kind in self.received]
         transfers = [
             messages.receive(one.values, source, self.tag, "recv") for one in guarded
@@ -120,19 +121,19 @@ class _Case:
         for one, transfer in zip(guarded[: self.wrong], transfers, strict=False):
             transfer.wait()
             assert (one.values == 7).all()
-        # The last may get data of the wrong one before it.
+        # A wait for the last message may receive data of the wrong message before it.
         first = transfers[self.wrong if self.in_order else -1]
         error = outcome(_poll if self.polls else Transfer.wait, first)
         for transfer in transfers[self.wrong :]:
             assert isinstance(outcome(transfer.wait), hs.CollectiveError)
-        # By then the sender has been told, or has sent all.
+        # At this barrier the sender has received the error, or has sent all messages.
         messages.collectives.channel.topology.replica_comm.Barrier()
         for one in guarded:
             one.assert_bounded()
         return error
 
     def assert_named(self, error: Any) -> None:
-        """Demand that an error names what was sent and what was expected."""
+        """Assert that an error names both the message sent and the one expected."""
         assert isinstance(error, hs.CollectiveError), repr(error)
         for size, dtype in self.sent[self.wrong], self.received[self.wrong]:
             assert f"{size} elements of {np.dtype(dtype)}" in str(error)
@@ -161,7 +162,7 @@ def test_a_message_that_does_not_fit_is_an_error_on_all_and_bounded(
         if job.rank == source:
             error = case.send(messages, dest)
         strategy.topology.replica_comm.Barrier()
-        # Who has taken no notice yet does so in its next call.
+        # A rank that has not noticed the error yet notices it in its next call.
         error = error or outcome(strategy.reduce, "sum", 1.0, axis=None)
     case.assert_named(error)
     again = outcome(messages.send, np.zeros(3), job.rank, 0, "send")
@@ -182,7 +183,7 @@ def test_messages_that_the_program_drops_keep_their_memory(
         messages.receive(np.empty(3), before, 0, "recv")
         gc.collect()
         strategy.collectives.barrier()
-        # What the process puts where that memory was.
+        # New arrays of this process may reuse the dropped message's memory.
         others = [np.full(length, GUARD) for _ in range(4)]
         messages.send(np.full(length, 9.0), after, 0, "send")
         messages.send(np.full(3, 9.0), after, 0, "send")
@@ -198,7 +199,7 @@ def test_messages_that_the_program_drops_keep_their_memory(
     if job.size > 1:
         assert all((one == GUARD).all() for one in others)
         assert all((one == 5.0).all() for one in noise)
-        # Nobody sends to this one any more.
+        # No rank sends a message for this receive.
         messages.receive(np.empty(length), before, 0, "recv")
     messages.close()
     assert_usable(strategy, job)

@@ -1,4 +1,4 @@
-"""Reductions give what NumPy gives in one process, for every type, shape and nest."""
+"""Reductions equal NumPy's results in one process, for all types, shapes and nests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.mpi.ranks.sums import (
     random_parts,
 )
 
-# Two ranks have algorithms, and a majority, of their own.
+# Two ranks have special algorithms, and a special rule for a majority.
 pytestmark = [pytest.mark.rule, pytest.mark.algorithm]
 
 
@@ -41,8 +41,8 @@ Pair = namedtuple("Pair", "left right")
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sum_and_mean_agree_with_numpy(strategy: Any, job: Any, family: str) -> None:
-    # Integers of the whole range, so that sums wrap around; MPI libraries have several
-    # kernels for several lengths.
+    # Integers have the full range, so that sums wrap around. The arrays have different
+    # lengths, because MPI libraries have several kernels for different lengths.
     for dtype in FAMILIES[family]:
         parts = random_parts(1, job.size, (5, 13), dtype)
         own = parts[job.rank]
@@ -69,7 +69,7 @@ def test_mean_of_integers_is_float64(strategy: Any, job: Any) -> None:
 
 
 def test_half_types_are_summed_in_float32(strategy: Any, job: Any) -> None:
-    # Each one is lost where the running sum is itself of 11 bits.
+    # Each 1 would be lost if the running sum had only the 11 bits of float16.
     values = np.array([2048.0] + [1.0] * (job.size - 1), np.float16)
     for total in both_ways(strategy, "sum", values[job.rank]):
         assert total == np.float16(2048 + job.size - 1)
@@ -102,8 +102,8 @@ def test_pieces_of_any_size_give_the_same_sum(strategy: Any, job: Any) -> None:
 def test_types_that_begin_in_the_middle_of_a_piece_are_added_whole(
     strategy: Any, job: Any
 ) -> None:
-    # A piece of 256 bytes takes the first array and some elements of the second, which
-    # are added in float32; all of the next piece is of the second.
+    # A piece of 256 bytes holds the first array and some elements of the second, which
+    # are added in float32. The next piece holds only elements of the second array.
     options = hs.CommunicationOptions(bytes_per_pack=256)
     parts = [
         random_parts(5, job.size, (20,), np.float64),
@@ -173,7 +173,7 @@ def test_floats_have_the_same_bits_on_all_ranks(strategy: Any, job: Any) -> None
         for dtype in (np.float32, np.float64, np.longdouble):
             own = random_parts(seed, job.size, (1001,), dtype)[job.rank]
             nest = [own[:1], own, own[3:40]]
-            # Padding bytes of long doubles carry nothing.
+            # Convert to float64, because padding bytes of long doubles have no meaning.
             results = [r.astype(np.float64) for r in all_reduce(strategy, "mean", nest)]
             assert_same_bits(job, *results)
 
@@ -217,7 +217,7 @@ if ml_dtypes is not None:
 
 
 def _refuses(strategy: Any, job: Any, bad: Any, faulty: int) -> bool:
-    """Whether a value is an error when all ranks give it, and when one does."""
+    """Return whether a value is an error if all ranks pass it, and if one rank does."""
     refused = True
     for value in (bad, {"good": np.ones(3), "bad": (bad,)}):
         own = value if job.rank == faulty else np.ones(2)
@@ -248,7 +248,7 @@ def test_unknown_operation_on_one_rank_fails_on_all(strategy: Any, job: Any) -> 
 
 
 def _uneven(seed: int, size: int, dtype: Any) -> tuple[list[np.ndarray[Any, Any]], Any]:
-    """Return arrays that differ in some dimensions, and those dimensions."""
+    """Return arrays that differ in some dimensions, and these dimensions."""
     rng = np.random.default_rng(seed)
     ndim = int(rng.integers(1, 4))
     axes = rng.permutation(ndim)[: rng.integers(1, ndim + 1)]

@@ -1,4 +1,4 @@
-"""Links between ranks, measured."""
+"""Measurements of the links between ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_nobody_waits_for_one_that_does_not_come(topology: Any, job: Any) -> Non
         with pytest.raises(CollectiveError, match="some did not come"):
             measure_links(topology, limit_seconds=0.3)
     job.Barrier()
-    # It comes when the others have left, and does not wait for ever, either.
+    # The last rank arrives after the other ranks have left, and times out, too.
     if job.rank == last:
         with pytest.raises(CollectiveError, match="some did not come"):
             measure_links(topology, limit_seconds=0.3)
@@ -64,7 +64,7 @@ def test_of_many_workers_some_pairs_are_measured(
     count = topology.num_workers
     assert links.is_sample == (count > 2)
     assert not links.unanswered
-    # In each of two rounds; of three workers one rests.
+    # The workers are paired in two rounds; with three workers, one rests in each round.
     expected = {1: 0, 2: 1, 3: 2, 4: 4}
     assert len(links.between) == expected[count]
     assert all(other == links for other in job.allgather(links))

@@ -1,4 +1,4 @@
-"""Communicators, the memory that a worker shares, and who frees what."""
+"""Communicators, the shared memory of a worker, and when each is freed."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_communicators_are_the_topologys_own(topology: Any, job: Any) -> None:
         assert comm != MPI.COMM_WORLD
         assert MPI.Comm.Compare(comm, job) != MPI.IDENT
     assert MPI.Comm.Compare(topology.replica_comm, job) == MPI.CONGRUENT
-    # A message of the program's own does not meet those of the library.
+    # The program's own message does not match a receive of the library.
     request = job.isend("own", dest=(job.rank + 1) % job.size, tag=7)
     topology.replica_comm.Barrier()
     assert job.recv(source=(job.rank - 1) % job.size, tag=7) == "own"
@@ -90,7 +90,7 @@ def test_replica_order_follows_the_communicator_that_was_given(job: Any) -> None
         assert ids == sorted(ids)
         assert set(ids) == set(range(topology.num_workers))
         topology.close()
-    # The original stays the caller's.
+    # The original communicator still belongs to the caller.
     assert reverse.allreduce(1) == job.size
     reverse.Free()
 
@@ -99,7 +99,7 @@ def test_replica_order_follows_the_communicator_that_was_given(job: Any) -> None
 def test_closing_frees_all_and_may_be_repeated(topology_layout: Any, job: Any) -> None:
     from mpi4py import MPI
 
-    # Far more than there are communicators, if they were not given back.
+    # Without frees, MPI would run out of communicators in these 60 rounds.
     for _ in range(60):
         topology = topology_layout.make_topology()
         topology.close()
@@ -167,7 +167,7 @@ def test_mirrored_strategy_checks_its_devices(job: Any) -> None:
         assert strategy.extended.worker_devices == tuple(names)
         assert strategy.run(lambda: hs.get_replica_context().devices) is not None
         assert strategy.device == names[job.rank]
-    # More of them are logical replicas.
+    # Additional devices are logical replicas.
     with hs.MirroredStrategy([*names, "CPU:99"]) as strategy:
         assert strategy.num_replicas_in_sync == job.size + 1
         assert strategy.devices == (*names, "CPU:99")

@@ -1,4 +1,4 @@
-"""Copies of mirrored variables that differ are found and named; equal ones never."""
+"""Copies of mirrored variables that differ are found and named; equal copies never."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.mpi.ranks.effort import examples, in_step
 from tests.mpi.ranks.outcomes import assert_usable, exchanged, outcome
 from tests.mpi.ranks.sums import DTYPES
 
-# Two ranks have no majority; uneven workers compare by memory and by messages.
+# Two ranks have no majority. Uneven workers compare copies by memory and by messages.
 pytestmark = pytest.mark.rule
 
 
@@ -33,7 +33,7 @@ SHAPES = [(), (1,), (0,), (7,), (3, 5), (2, 3, 4), (3000,), (70, 90)]
 
 @pytest.fixture
 def watched(make_strategy: Any, job: Any) -> Iterator[Callable[..., Any]]:
-    """Yield a function that makes strategies with settings; closed after the test."""
+    """Yield a function that makes strategies with settings; close them at the end."""
     made: list[Any] = []
 
     def make(on_error: str = "abort", **chosen: Any) -> Any:
@@ -48,13 +48,13 @@ def watched(make_strategy: Any, job: Any) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def several(job: Any) -> None:
-    """Skip what says nothing about one replica."""
+    """Skip a test that has no meaning for a single replica."""
     if job.size == 1:
         pytest.skip("one copy does not differ")
 
 
 def flip(variable: Any, place: int, bit: int) -> tuple[int, ...]:
-    """Flip a bit of an element that belongs to its value; return its index."""
+    """Flip one bit of an element's value, not its padding; return its index."""
     array = variable.component
     rows = octets(array)
     per_element = len(rows) // array.size
@@ -76,7 +76,7 @@ def flip(variable: Any, place: int, bit: int) -> tuple[int, ...]:
 def _a_flipped_bit_is_found(
     strategy: Any, job: Any, *, kinds: Any, seed: int, before: int
 ) -> None:
-    # What is left of earlier examples is freed on all ranks, or on none.
+    # Free variables of earlier examples on all ranks, so that comparisons agree.
     gc.collect()
     strategy.check_divergence()
     drawn = np.random.default_rng(seed)
@@ -97,7 +97,7 @@ def _a_flipped_bit_is_found(
     if job.rank == faulty:
         element = flip(target, place, bit)
     errors.append(error_within(strategy, round_length(strategy)))
-    # Repaired, the program goes on.
+    # After the repair of the copy, the program continues.
     target.assign(right)
     errors.append(error_within(strategy, 2 * round_length(strategy) + 1))
 
@@ -277,7 +277,8 @@ def test_a_left_out_call_is_told_as_such(watched: Any, job: Any, several: None) 
     assert "(rank 0: 1 of run, 0 of next(); rank" in str(error)
     if job.rank:
         strategy.run(lambda: None)
-    # Both at once: the calls come first, the copies in the next round.
+    # Calls and copies differ: the error of the call is raised first, the error of the
+    # copies in the next round.
     error = outcome(strategy.run, lambda: strategy.collectives.barrier(str(job.rank)))
     assert isinstance(error, hs.CollectiveError)
     assert not isinstance(error, hs.DivergenceError)
@@ -317,7 +318,7 @@ def test_memory_of_freed_variables_is_given_back(watched: Any, several: None) ->
         x = hs.Variable(np.zeros(1000), name="x")
     strategy.run(step)
     flags: list[bool] = []
-    # Views of it would hold it.
+    # Views of the memory would keep the memory alive.
     x._component = np.zeros(1000)
     weakref.finalize(x._component, flags.append, True)
     strategy._connection.copies._changes += 1
@@ -336,7 +337,7 @@ def test_other_variables_are_not_compared(
         shared = hs.Variable(1.0, name="shared")
     plain = hs.Variable(float(job.rank), name="plain")
     own.component[...] = job.rank
-    # A copy is one rank's affair, too.
+    # A deep copy of a variable belongs to one rank only, and is not compared.
     best = copy.deepcopy(shared)
     best.component[...] = job.rank
     assert error_within(strategy, 3) is None
@@ -450,7 +451,7 @@ def test_checkpoints_are_saved_within_the_tolerance(
 
 
 class _Program:
-    """A program in which all copies stay equal, with much going on."""
+    """A program with many kinds of calls, whose copies always stay equal."""
 
     def __init__(self, strategy: Any, job: Any, folder: str) -> None:
         self.strategy, self.job = strategy, job
@@ -566,7 +567,7 @@ def test_right_programs_are_never_stopped(
     strategy.check_divergence()
     if job.size == 1:
         return
-    # And still it watches.
+    # The comparison still works after all these steps.
     if job.rank == 0:
         program.table.component[8, 3] += 1
     error = error_within(strategy, round_length(strategy))
@@ -659,7 +660,7 @@ def _one_part_in_turn_finds_it(
 
     def check() -> None:
         assert equal == []
-        # An element may lie in two parts.
+        # An element may belong to two parts, so that two errors are possible.
         assert not sum(sizes) or 1 <= len(errors) <= 2
         for error in errors:
             assert isinstance(error, hs.DivergenceError), repr(error)

@@ -24,26 +24,26 @@ PADDED = np.dtype([("a", "i1"), ("b", "f8")], align=True)
 
 
 class Point(NamedTuple):
-    """A node whose entries have names."""
+    """A named tuple, as a node of a tree."""
 
     x: Any
     y: Any
 
 
 def nan(payload: int) -> float:
-    """Return a quiet NaN with some bits of its own."""
+    """Return a quiet NaN with the given payload bits."""
     return float(struct.unpack("<d", struct.pack("<Q", 0x7FF8 << 48 | payload))[0])
 
 
 def padded(filling: int) -> Any:
-    """Return equal elements with something else between their fields."""
+    """Return equal elements, with given padding bytes between their fields."""
     array = np.full(3 * PADDED.itemsize, filling, np.uint8).view(PADDED)
     array["a"], array["b"] = 1, 2
     return array
 
 
 def everything() -> dict[str, Any]:
-    """Return a tree of all kinds of leaves, made anew."""
+    """Return a new tree with leaves of all kinds."""
     numbers = np.arange(12.0).reshape(3, 4)
     return {
         "arrays": [numbers, numbers.T, numbers[:, ::2], numbers.astype(">f4")],
@@ -59,7 +59,7 @@ def everything() -> dict[str, Any]:
 
 def test_equal_values_pass(strategy: Any, job: Any) -> None:
     value = everything()
-    # What is masked, and what lies between fields, is no part of the value.
+    # Masked elements and padding between fields are not part of the value.
     value["masked"].data[1] = job.rank
     value["padded"] = padded(job.rank)
     with strategy.scope():
@@ -71,7 +71,7 @@ def test_equal_values_pass(strategy: Any, job: Any) -> None:
 
 
 def replaced(value: Any, **other: Any) -> Any:
-    """Return a tree with some entries of its own."""
+    """Return a copy of a tree with some entries replaced."""
     return {**value, **other}
 
 
@@ -117,7 +117,7 @@ def test_differences_are_named_on_every_rank(
 
 
 def test_ranks_that_all_differ(strategy: Any, job: Any) -> None:
-    """A rank without the leaf, or with one of another shape, takes part, too."""
+    """A rank without the leaf, or with a leaf of another shape, takes part, too."""
     if job.size < 3:
         pytest.skip("needs three ranks")
     values = [[np.zeros(3)], [np.ones(3)], [], [np.zeros(2)]]

@@ -1,4 +1,4 @@
-"""A rehearsal does what the replicas do: as many messages, of as many bytes."""
+"""A rehearsal sends as many messages, of the same sizes, as the replicas themselves."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ OPS = {
     "flat": hs.MpiAllReduce(),
 }
 SHAPES = {
-    # Of several pieces, the last of which is short; and of less than MPI's own limits.
+    # Arrays of several pieces with a short last piece, and arrays below MPI's limits.
     "one": ((700_001,),),
     "many": ((1000, 300), (7,), (131, 1009), (200_000,)),
-    # In the header of two workers, and not of three.
+    # Small arrays that fit into the header of two workers, but not of three workers.
     "small": ((5000,), (3,)),
 }
 
 
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
-    """Return what the library does from now on, in its order."""
+    """Return a list that gets the events of the library from now on, in order."""
     events: list[Event] = []
 
     def sizes(arrays: Any) -> tuple[tuple[int, int], ...]:
@@ -86,7 +86,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
 def test_messages_and_bytes_are_those_of_the_library(
     make_strategy: Any, job: Any, noted: list[Event], shapes: str, ops: str
 ) -> None:
-    # The kernel's steps are seen by nobody.
+    # Turn the kernel off, because its steps cannot be observed.
     made = {"comm": job, "settings": hs.Settings(native=False)}
     with make_strategy(cross_device_ops=OPS[ops], **made) as strategy:
         topology = strategy.topology
@@ -109,7 +109,7 @@ def test_messages_and_bytes_are_those_of_the_library(
             position=topology.worker_comm.rank,
             ops=OPS[ops],
         )
-    # Each replica's memory is its own: nothing of it is seen from outside.
+    # Ignore copies in a replica's own memory, which other replicas cannot observe.
     unseen = MemoryCopy | Turned | Ended
     assert _by_kind(found) == _by_kind(
         e for e in rehearsed if not isinstance(e, unseen)
@@ -117,7 +117,7 @@ def test_messages_and_bytes_are_those_of_the_library(
 
 
 def _by_kind(events: Iterable[Event]) -> dict[Any, list[Event]]:
-    """Return what was done in its order, of each kind: messages come when they do."""
+    """Return the events of each kind in order; kinds may interleave in any way."""
     found: dict[Any, list[Event]] = {}
     for event in events:
         found.setdefault((type(event), getattr(event, "tag", 0)), []).append(event)
