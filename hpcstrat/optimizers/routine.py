@@ -1,4 +1,4 @@
-"""Plans of an optimizer's steps, each for steps with the same shapes and dtypes."""
+"""Plans of an optimizer's steps; steps of the same shapes and dtypes share a plan."""
 
 from __future__ import annotations
 

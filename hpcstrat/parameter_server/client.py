@@ -87,7 +87,7 @@ class Client:
         self._sent[server] += 1
 
     def knows_rule(self, server: int, key: int, rule: Any) -> bool:
-        """Return whether a server has an optimizer's rule, and record it as sent."""
+        """Return whether a server has an optimizer's rule; record the rule as sent."""
         known = False
         with contextlib.suppress(Exception):
             # If the rule has options that cannot be compared, such as arrays, the

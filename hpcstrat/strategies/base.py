@@ -703,8 +703,8 @@ class Strategy(OlderMethods):
     def check_equal(self, tree: Tree) -> None:
         """Raise an error if arrays or numbers of the program differ between replicas.
 
-        Collective over the strategy's replicas. Use this check for data outside of
-        variables that must be equal on all replicas, such as the parameters of another
+        Collective over the strategy's replicas. Use this check for data that is not in
+        variables but must be equal on all replicas, such as the parameters of another
         library's model, or a configuration. All bytes are hashed; arrays on a GPU are
         copied to the host first.
 

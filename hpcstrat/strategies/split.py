@@ -1,4 +1,4 @@
-"""The division of a job's replicas into groups that are in sync."""
+"""The division of a job's replicas into groups, each of which is in sync."""
 
 from __future__ import annotations
 

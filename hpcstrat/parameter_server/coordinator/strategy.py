@@ -45,8 +45,8 @@ class Server:
     """The task of a rank that is not the coordinator; the program starts it by `join`.
 
     On a rank that is not the coordinator, the constructor of ParameterServerStrategy
-    never returns: it ends the program when the coordinator ends. Use a Server instead
-    if the program must continue: `join` returns when the coordinator ends. The first
+    never returns: the program ends when the coordinator ends. Use a Server instead if
+    the program must continue: `join` returns when the coordinator ends. The first
     arguments are those of ``tf.distribute.Server``, or only a resolver; the keyword
     arguments are those of ParameterServerStrategy.
 
@@ -197,9 +197,9 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     """Trains asynchronously: servers hold the variables, and workers run functions.
 
     Collective over ``comm``. All ranks start the same program. The constructor returns
-    only on the coordinator. On the other ranks it serves until the coordinator closes
-    the strategy or ends, and then ends the program by SystemExit. There is one replica
-    in sync.
+    only on the coordinator. On the other ranks the constructor serves until the
+    coordinator closes the strategy or ends, and then ends the program by SystemExit.
+    There is one replica in sync.
 
     Parameters
     ----------
