@@ -104,4 +104,5 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
 
     @property
     def cluster_resolver(self) -> Any:
+        """The argument ``cluster_resolver``, which hpcstrat keeps but does not use."""
         return self._cluster_resolver
