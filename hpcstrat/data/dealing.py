@@ -55,9 +55,9 @@ class DealtDataset(ReducibleDataset):
 
     If a pipeline raises an error, ``next()`` raises an error on all replicas. The
     replicas stay at the same step: the following ``next()`` returns the next batch of
-    the pipelines. A generator ends with the error that it raises; other iterators may
-    continue. All replicas also raise if one replica cannot place its part on its
-    device.
+    the pipelines, if these can continue after an error. A Python generator cannot:
+    after its error, the following ``next()`` ends the iteration. All replicas also
+    raise if one replica cannot place its part on its device.
 
     Parameters
     ----------

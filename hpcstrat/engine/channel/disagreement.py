@@ -217,10 +217,11 @@ class Failure:
 def _common_class(names: Sequence[str]) -> tuple[Any, type[ReplicaError]]:
     """Return a class that the errors of other ranks can have, and a subclass to raise.
 
-    The first result is the first in ``names`` that is a common built-in class, or a
-    class of the program that adds no constructor to one; None if ``names`` has no such
-    class. The second result is ReplicaError, or a subclass of both ReplicaError and the
-    first result.
+    ``names`` has the names of error classes. The first result is the earliest of these
+    classes that ReplicaError can be combined with, or None: a built-in class in
+    ``_COMBINABLE``, or a subclass that defines no constructor and no ``__str__``. The
+    second result is ReplicaError, or a subclass of both ReplicaError and the first
+    result.
     """
     for name in names:
         module, _, path = name.partition(":")

@@ -45,8 +45,8 @@ _DIFFERENT = b"\xff" * HEADER_BYTES
 _TAG = 17
 # Bytes that a network sends in the latency of a message: 10 Gbit/s for 13 us.
 _DELAY_BYTES = 16 << 10
-# Values larger than this number times _DELAY_BYTES are sent faster in pieces, because
-# the network is then busy while the ranks add.
+# With two workers, a header carries at most this number times _DELAY_BYTES. Larger
+# values are faster in pieces: one piece is sent while the ranks add another.
 _MOST_DELAYS = 16
 _ALIGNMENT_BYTES = 16
 # The lowest 8 bits of a header's last number are flags; its other bits are the size in

@@ -104,9 +104,10 @@ _Metadata = _structure(size=c_size_t, version=_Version, traits=c_uint32)
 _MetadataExtension = _structure(base=_Extension, metadata=POINTER(_Metadata))
 
 
-# A function that a compiled program calls by a number, its key. The first parameter
-# returns arguments and results of the program. The second makes XLA wait until the
-# exchange is complete. The third is XLA's stream, if the program runs on a GPU.
+# A function that a compiled program calls by a number, its key. The first argument is a
+# function that returns the arrays of this call: the inputs, and the arrays for the
+# results. The second is a function that makes XLA wait until the exchange is complete.
+# The third is XLA's stream, if the program runs on a GPU.
 _Exchange = Callable[
     [
         Callable[[], tuple[list[Array], list[Array]]],

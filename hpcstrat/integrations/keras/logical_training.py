@@ -150,7 +150,7 @@ class LogicalDistributed(DistributedMethods):
             self._given = None
 
     def told(self) -> tuple[list[Any] | None, list[Any]]:
-        """Return the gradients of a replica's part, and the divisors of its losses."""
+        """Return gradients of a replica's part of a step, and the losses' divisors."""
         return self._gradients, self._divisors
 
     def _train_step(self, inner: Callable[..., Any], *args: Any) -> Any:

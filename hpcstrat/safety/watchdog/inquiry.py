@@ -115,8 +115,8 @@ class Inquiry:
             missing = [state for state in states if state.rank in known]
             idle = [state for state in missing if not state.in_call]
             if idle or self._watch.topology.num_workers == 1:
-                # Ranks in another call may wait for the idle ranks, so that only these
-                # are late.
+                # If some missing ranks are idle (in no call), report only these,
+                # because missing ranks in another call perhaps wait for them.
                 return idle or missing
         idle = [state for state in states if not state.in_call]
         behind = [s for s in idle if s.sequence < self._sequence or not s.fresh]

@@ -399,7 +399,8 @@ def _judge_writing(found: Findings, path: str, told: _Told) -> None:
     values = [(host, facts.write_seconds) for host, facts in told]
     size = f"{FILE_BYTES >> 20} MiB"
     for host, own, others in _with_others(values):
-        # The time must also be long: many times a negligible time is no problem.
+        # Report this only if the time is also long in seconds: being several times
+        # slower is no problem if the time is negligible.
         if own > _SLOW_FOLDER * others and own > _SLOW_FOLDER_SECONDS:
             found.remark(
                 "slow-folder",

@@ -44,8 +44,8 @@ __all__ = ["Limits", "MpiTransport"]
 _TAG = 11
 
 _FEWEST_CHUNK_BYTES = 256 << 10
-# Extra bytes per chunk: chunks have unequal lengths, and start at multiples of 64
-# bytes.
+# Bytes of the scratch buffer for each chunk in flight beyond `chunk_bytes`: chunks have
+# slightly different lengths, and each starts at a multiple of 64 bytes of the buffer.
 _ROUNDING_BYTES = 128
 
 

@@ -119,7 +119,8 @@ def staged(
 def mover(group: DeviceGroup) -> Mover:
     """Return the mover of arrays between GPUs: by NCCL, or through host memory.
 
-    The mover is ready for a call. An error may be raised on this rank only.
+    The mover is ready for a call. If this function fails on one rank, the other ranks
+    do not learn of it, so callers wrap it in `all_raise`.
     """
     if group.nccl is not None:
         return NcclMover(group.nccl.group, group.lane)
