@@ -193,7 +193,7 @@ class BufferedOrder:
 
 
 class BlockOrder:
-    """Blocks of neighboring rows in random order, mixed within windows of blocks."""
+    """Permuted blocks of rows; the rows of each window of blocks are then mixed."""
 
     def __init__(
         self, num_rows: int, block: int, window: int, seed: int, epoch: int

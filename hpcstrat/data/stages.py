@@ -158,7 +158,7 @@ def _endless() -> ValueError:
 def shuffle_blocks(
     parent: Stage, block: int, window: int, seed: int, reshuffles: bool
 ) -> Stage:
-    """Return blocks of rows in random order, mixed within windows of blocks."""
+    """Return rows in random order: blocks are permuted, then each window is mixed."""
     if not isinstance(parent, Rows) or parent.cardinality == INFINITE:
         raise ValueError(
             "expected rows that can be read at random, and have an end, to shuffle by "

@@ -43,7 +43,8 @@ class AbortMessages(Waitable):
         self._mpi = topology.mpi
         self._comm = comm
         self._others = frozenset(range(comm.size)) - {comm.rank}
-        # This rank's text, empty without an error, and the ranks not yet notified.
+        # The text that this rank sends or passes on, empty if there is none; the point
+        # at which this rank left its call; the ranks that it has not notified yet.
         self._text, self._point = "", _NOWHERE
         self._untold: set[int] = set()
         self._turn, self._came = 0, _Came()

@@ -71,7 +71,7 @@ class SharedRings:
         return start
 
     def restart(self) -> None:
-        """Set the next place to the start of the rings, when no place is in use.
+        """Begin the next place at the start of the rings; no place may be in use.
 
         Logically collective over ``topology.worker_comm``. Needed after calls that
         differed between ranks, because the ranks' next places may differ.

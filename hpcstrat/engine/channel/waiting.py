@@ -104,7 +104,7 @@ class Waiting:
         return max(self.start, self.patient_until, slow_until)
 
     def last_look(self, limit_seconds: float, slow_until: float = -math.inf) -> float:
-        """Return the time of the watchdog's last look before the limit."""
+        """Return when the watchdog must look for late ranks again, before the limit."""
         lead = min(_LEAD_SECONDS, limit_seconds / 2)
         return self.begin(slow_until) + limit_seconds - lead
 

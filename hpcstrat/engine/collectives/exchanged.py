@@ -112,7 +112,7 @@ def _reduce_run(
 
 
 def exchanges(nbytes: int, size: int) -> bool:
-    """Return whether ``size`` ranks sum by parts; if not, MPI's allreduce sums."""
+    """Return whether ranks sum ``nbytes`` by exchanging parts; if not, by MPI."""
     if size <= FEW_EXCHANGING:
         return True
     least = (part for most, part in _LEAST_PART_BYTES if size <= most)

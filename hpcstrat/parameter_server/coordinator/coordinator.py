@@ -567,7 +567,8 @@ class ClusterCoordinator:
         worker.rank, worker.depth = spare, 1
         worker.functions.clear()
         self._by_rank[spare] = worker
-        # Make kept values in order of their numbers: a data set before its iterator.
+        # Make the kept values again in the order of their numbers, so that a data set
+        # is made before its iterator.
         for _, value in sorted(worker.kept.items()):
             fn, args = value._recipe
             value._settle(WAITING, None)

@@ -29,7 +29,7 @@ _SIZES = (8, 64 << 10, 4 << 20)
 # Time limit of one operation with one size. A process whose launcher was killed ends
 # after this time at the latest.
 _LIMIT_SECONDS = 20.0
-# Operations that also move data if a process sends to itself.
+# The operations that a process tries alone: they move data even to the process itself.
 _ALONE = ("sendrecv", "exchange")
 
 

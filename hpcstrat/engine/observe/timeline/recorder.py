@@ -139,13 +139,13 @@ class Recorder:
         if self._nvtx is not None:
             self._nvtx.RangePush(f"{DATA} of {text}")
 
-    def leave_data(self, text: str, *, pushed: bool = True) -> None:
-        """End the data exchange of a call; if ``pushed``, `enter_data` has begun it.
+    def leave_data(self, text: str) -> None:
+        """End the data exchange of a call, which `enter_data` has begun.
 
         For pending calls, no data exchange is recorded in the file.
         """
         end = time.perf_counter_ns()
-        if pushed and self._nvtx is not None:
+        if self._nvtx is not None:
             self._nvtx.RangePop()
         # The progress thread of pending calls runs this method, too.
         if threading.get_ident() == self._main and self._call is not None:

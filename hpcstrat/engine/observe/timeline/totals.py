@@ -14,7 +14,7 @@ __all__ = ["Totals", "totals"]
 
 
 class Totals:
-    """Receives a recorder's events instead of an event file, and adds their times.
+    """Replaces a recorder's event file: receives the events, and adds their times.
 
     Only events of the thread that created this object count. ``late_ns`` is the time
     spent waiting in calls until all ranks have arrived. ``communication_ns`` is the
