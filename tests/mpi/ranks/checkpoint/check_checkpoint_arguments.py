@@ -205,7 +205,7 @@ def test_plain_state_that_differs_between_replicas_is_refused_on_all(
     if strategy.num_replicas_in_sync == 1:
         manager.save(1)
         return
-    with pytest.raises(hs.CollectiveError, match="'own' on every replica") as caught:
+    with pytest.raises(hs.CollectiveError, match="'own' on all replicas") as caught:
         manager.save(1)
     assert caught.value.ranks == tuple(range(1, job.size))
     # The refused save leaves no file, and the program can continue.
