@@ -72,9 +72,10 @@ class AggregationRule:
     ) -> Array | None:
         """Return this replica's part, or None, after the loss of another replica.
 
-        ``lost`` is a copy of the lost part. ``keeps`` is True on the one replica that
-        must preserve the lost part; ``own`` is never None there. ``succeeds_first`` is
-        True if replica 0 was lost and this replica now has number 0.
+        Called if another rank has a copy of the lost part, ``lost``; if not, `loss` is
+        called instead. ``keeps`` is True on the one replica that must preserve the lost
+        part; ``own`` is never None there. ``succeeds_first`` is True if replica 0 was
+        lost and this replica now has number 0.
         """
         del lost, keeps, succeeds_first
         return own
