@@ -79,7 +79,8 @@ def is_typed(text: bytes) -> bool:
 
 def from_text(text: bytes, *, typed: bool = True) -> Any:
     """Return the state of a text; ``typed`` is False for format versions 1 and 2."""
-    return json.loads(text, object_hook=_built if typed else None)
+    # Each NaN must be an object of its own: a dict or a set can have several.
+    return json.loads(text, object_hook=_built if typed else None, parse_constant=float)
 
 
 def _plain(value: Any, depth: int) -> Any:

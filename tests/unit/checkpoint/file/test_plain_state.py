@@ -122,6 +122,8 @@ STATES: tuple[Any, ...] = (
     {"betas": (0.9, 0.999), "best": np.float64(0.25), "steps": np.int32(7)},
     {None: 1, True: 2, 2.5: 3, (1, "a"): {4: 5}},
     {"$tuple": [1, 2]},
+    # Two NaN are different keys of a dict.
+    {(1, float("nan")): number for number in range(2)},
     {"numbers": [float("inf"), float("nan"), -0.0, 10**5000, -(2**70)]},
     {"raw": b"\x00\xff", "seen": {1, 2}, "both": frozenset({(1, 2)})},
     {"half": "\ud800", "two halves": "\ud83d\ude00", "whole": "😀"},
