@@ -92,7 +92,7 @@ class Dataset:
         seed: int = 0,
         drop_remainder: bool = False,
     ) -> None:
-        # How this data set was made; only the library's own modules read this
+        # The recipe of this data set; only the library's own modules read this
         # attribute.
         self.lineage: Lineage
         if isinstance(source, Lineage):
@@ -1169,7 +1169,7 @@ class Dataset:
 
     @property
     def drop_remainder(self) -> bool:
-        """Whether the last batch is left out if it is not full."""
+        """True if the last batch is left out if it is not full."""
         return self.stage.drop_remainder
 
     def rows(self, epoch: int, start: int, stop: int) -> Array | slice:

@@ -54,7 +54,7 @@ class Lineage:
         # Number of batches to read ahead.
         self.ahead: int = max((parent.ahead for parent in parents), default=0)
         self.seed: int = parents[0].seed if parents else 0
-        # Whether this lineage stands for a shard that a strategy chooses later.
+        # True if this lineage stands for a shard that a strategy chooses later.
         self.is_hint = False
         self._parents = tuple(parents)
         self._make = make

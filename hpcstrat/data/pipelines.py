@@ -301,7 +301,7 @@ def iterable_steps(dataset: Any, place: PipelinePlace) -> Steps:
         source = dataset.shard_by_hint(place.num_workers, place.worker_id)
     batch_size = getattr(dataset, "batch_size", None)
     count, own = place.num_replicas, place.replicas
-    # Whether each worker deals the rows that it reads to its own replicas only.
+    # True if each worker deals the rows that it reads to its own replicas only.
     apart = hinted or policy in (AutoShardPolicy.OFF, AutoShardPolicy.FILE)
     if apart and batch_size:
         return Steps(

@@ -90,7 +90,7 @@ class Log:
         self._strategy = strategy or get_strategy()
         self._file = LogFile(self.folder)
         self._sinks = list(sinks)
-        # Whether the existing lines of the file have been read.
+        # True if the existing lines of the file have been read.
         self._is_begun = False
         token = push(self._strategy.cross_entry)
         try:

@@ -62,7 +62,7 @@ class Progress:
 
     @property
     def has_bar(self) -> bool:
-        """Whether this process shows a progress bar."""
+        """True if this process shows a progress bar."""
         return self._bar is not None
 
     def __enter__(self) -> Self:

@@ -90,7 +90,7 @@ class LaunchRegistry:
 
     @property
     def is_open(self) -> bool:
-        """Whether this process has a page; False in a forked child process."""
+        """True if this process has a page; False in a forked child process."""
         return self._handle >= 0 and self.process == os.getpid()
 
     def open(self) -> bool:

@@ -88,16 +88,16 @@ class Strategy(OlderMethods):
     # Subclasses override these attributes and the four methods after the constructor.
     # Other modules read these attributes and never test the class of a strategy.
     is_default = False
-    # Whether there may be several replicas, so that values are distributed values.
+    # True if there may be several replicas, so that values are distributed values.
     distributes = True
-    # Whether each rank of a job runs an independent program, with its own variables.
+    # True if each rank of a job runs an independent program, with its own variables.
     ranks_are_independent = False
-    # Whether every step sums gradients over the replicas. The integrations of PyTorch,
+    # True if every step sums gradients over the replicas. The integrations of PyTorch,
     # JAX and Keras refuse strategies that do not.
     sums_each_step = True
-    # Whether variables and batches in host memory are copied to this replica's GPU.
+    # True if variables and batches in host memory are copied to this replica's GPU.
     puts_on_gpu = False
-    # Whether this rank may have a CheckpointManager.
+    # True if this rank may have a CheckpointManager.
     saves_checkpoints = True
 
     def __init__(
@@ -114,7 +114,7 @@ class Strategy(OlderMethods):
         self.rank, self.num_ranks = rank, self._ranks.size
         self.device = device
         self.extended = StrategyExtended(self)
-        # Whether replicas are logical: a process may run several, one after the other.
+        # True if replicas are logical: a process may run several, one after the other.
         self.logical = logical_replicas is not None
         self.replicas = LocalReplicas(self, self._ranks, rank, logical_replicas)
         self.local_replicas = self.replicas.block

@@ -44,7 +44,7 @@ class StrategyRequest:
 
     @property
     def survives(self) -> bool:
-        """Whether the remaining ranks raise an error if a rank is lost."""
+        """True if the remaining ranks raise an error if a rank is lost."""
         return self.on_lost_rank == "raise"
 
     @property

@@ -407,7 +407,7 @@ class StrategyExtended:
 
     @property
     def experimental_between_graph(self) -> bool:
-        """Whether the program runs on more than one worker."""
+        """True if the program runs on more than one worker."""
         strategy = self._strategy
         return strategy.distributes and strategy.topology.num_workers > 1
 

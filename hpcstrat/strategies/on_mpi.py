@@ -66,7 +66,7 @@ class MpiStrategy(Strategy):
     ReplicaError.
     """
 
-    # Whether `experimental_local_results` returns the values of all ranks of this
+    # True if `experimental_local_results` returns the values of all ranks of this
     # worker.
     _gathers_results = False
 
@@ -93,7 +93,7 @@ class MpiStrategy(Strategy):
                 problem = error
         self._key, self._connection = connect(request, problem)
         connection = self._connection
-        # Whether this strategy is closed. Other strategies may still use its
+        # True if this strategy is closed. Other strategies may still use its
         # connection.
         self._closed = False
         hooked = cross_device_ops is not None and cross_device_ops.overrides()

@@ -94,7 +94,7 @@ class Entry:
 
     @property
     def has_rows(self) -> bool:
-        """Whether the dataset has a row for each replica, or for each group."""
+        """True if the dataset has a row for each replica, or for each group."""
         return self.per_replica or self.per_group
 
 

@@ -215,7 +215,7 @@ def checked_bandwidth(value: SupportsFloat | None) -> float:
 class SaveOptions:
     path: str
     asynchronous: bool
-    # Whether to replace a checkpoint of this step, and to remove later steps.
+    # True if a checkpoint of this step is replaced, and later steps are removed.
     replaces: bool
     abandons: bool
     # time.perf_counter() at the call of `save`.
@@ -274,7 +274,7 @@ class PendingSave:
 
     @property
     def failed(self) -> bool:
-        """Whether the save has failed, or cannot end without the main threads."""
+        """True if the save has failed, or cannot end without the main threads."""
         error = None if self.part is None else self.part.error
         return self._unheard or self.error is not None or error is not None
 

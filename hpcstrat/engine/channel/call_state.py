@@ -18,7 +18,7 @@ class CallState:
     """The state of a channel that has no kernel; has the kernel's attributes."""
 
     def __init__(self) -> None:
-        # Whether calls are made by Python code, see `Channel.may_repeat`.
+        # True if calls are made by Python code, see `Channel.may_repeat`.
         self.attention = True
         # Number of headers so far; the same on all ranks at the same point.
         self.num_calls = 0
@@ -30,7 +30,7 @@ class CallState:
         self.last_call: Any = None
         # Number in headers that represents the steps that the rank has made.
         self.run_fingerprint = 0
-        # How often the kernel looks for the other ranks' headers before it returns.
+        # Number of looks of the kernel for the other ranks' headers before it returns.
         self.looks = 0
         # Offset in bytes at which the next place in the rings begins.
         self.next = 0

@@ -53,7 +53,7 @@ class Announcement:
     reason: str = ""
     # The error's class and its base classes, as returned by `_class_names`.
     classes: tuple[str, ...] = ()
-    # Whether the error only reports an error of another rank.
+    # True if the error only reports an error of another rank.
     secondary: bool = False
     # File name and line number of the call, or of the failure, in the program.
     site: str = ""

@@ -135,7 +135,7 @@ class Failures:
         self.state = channel.state
         self.broken, self.leaving = "", None
         self._rank: int = comm.rank
-        # Whether this rank was between two headers when it set ``broken``. If so, this
+        # True if this rank was between two headers when it set ``broken``. If so, this
         # rank may resume together with the other ranks, see `resume`.
         self.between_calls = False
         # The number of the last header by which all ranks have learned of an error.
@@ -147,7 +147,7 @@ class Failures:
         # True while `resume` finds out whether all ranks have left the same call. While
         # it is true, `look` does not raise.
         self._resuming = False
-        # Whether the ranks have announced different numbers of steps.
+        # True if the ranks have announced different numbers of steps.
         self._apart = False
 
     # Errors that all ranks raise if one has failed, or if their headers differ.

@@ -80,7 +80,7 @@ class Waiting:
     call: Call
     start: float
     thread: int
-    # Whether the rank waits at the end of the program.
+    # True if the rank waits at the end of the program.
     leaves: bool = False
     # The call's own time limit, if it has one.
     timeout_seconds: float | None = None
@@ -131,7 +131,7 @@ class Waiter:
         self.limit_seconds = _LIMIT_SECONDS
         # The present wait, if it has taken longer than the spin.
         self.waiting: Waiting | None = None
-        # Whether a watchdog observes ``waiting``.
+        # True if a watchdog observes ``waiting``.
         self.watched = False
         # Time until which this rank has announced that it is slow.
         self.slow_until = -math.inf
@@ -142,7 +142,7 @@ class Waiter:
         self._look_seconds = 0.05 if topology.survives else 1.0
         self._spin = Spin()
         self._on_wire = topology.num_workers > 1
-        # Whether ranks share cores: then a spinning rank keeps the awaited rank from
+        # True if ranks share cores: then a spinning rank keeps the awaited rank from
         # running.
         self._shares_cores = topology.worker_comm.size > topology.num_cores
         # Number of times a caller looks before it calls `wait`.

@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def starts(self) -> bool:
-        """Whether the reduction can be started now and awaited later."""
+        """True if the reduction can be started now and awaited later."""
         return self.choice is None or self.choice.starts
 
     def keep(self, repeat: Any, request: Any, timeout_seconds: float | None) -> None:

@@ -62,11 +62,11 @@ class Choice:
 
     algorithm: Algorithm
     piece_bytes: int
-    # Whether the call is small: each rank adds all values, or the header carries them.
+    # True if the call is small: each rank adds all values, or the header carries them.
     small: bool = False
-    # Whether a call by this algorithm can be started now and awaited later.
+    # True if a call by this algorithm can be started now and awaited later.
     starts: bool = True
-    # Whether the kernel or `reduce_in_mapped_memory` may replace this algorithm.
+    # True if the kernel or `reduce_in_mapped_memory` may replace this algorithm.
     in_worker: bool = False
     # Description of the algorithm for timelines and `hpcstrat info`.
     how: str = ""

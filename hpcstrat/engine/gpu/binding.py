@@ -52,7 +52,7 @@ class Binding:
     gpu: Gpu | None = None
     # Index of the GPU in `worker_gpus`.
     number: int = 0
-    # Whether another rank of the host has the same GPU, or another MIG instance of it.
+    # True if another rank of the host has the same GPU, or another MIG instance of it.
     shared: bool = False
 
 
@@ -61,7 +61,7 @@ class _Taken:
 
     index: int | None = None
     foreseen = False
-    # Whether it has been logged that CuPy is loaded but there is no GPU.
+    # True if it has been logged that CuPy is loaded but there is no GPU.
     logged = False
 
 

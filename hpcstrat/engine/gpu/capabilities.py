@@ -44,7 +44,7 @@ class Capabilities:
     """The abilities of a topology's ranks to move GPU memory."""
 
     nccl: Ability
-    # Whether MPI accepts GPU memory in point-to-point messages, in MPI_Bcast, and in
+    # True if MPI accepts GPU memory in point-to-point messages, in MPI_Bcast, and in
     # MPI_Allreduce.
     mpi_sendrecv: Ability
     mpi_broadcast: Ability

@@ -48,7 +48,7 @@ class Versions:
 
     @property
     def driver_too_old(self) -> bool:
-        """Whether the driver supports only earlier CUDA versions than CuPy's."""
+        """True if the driver supports only earlier CUDA versions than CuPy's."""
         driver, runtime = (
             text.partition(".")[0] for text in (self.driver, self.runtime)
         )

@@ -102,7 +102,7 @@ class TreeOrder:
 
     @property
     def is_pair(self) -> bool:
-        """Whether the sum has two terms: one root on each of two ranks."""
+        """True if the sum has two terms: one root on each of two ranks."""
         return self.num_ranks == 2 and all(len(self.roots(r)) == 1 for r in (0, 1))
 
     def sum_roots(

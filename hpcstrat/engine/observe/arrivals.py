@@ -75,7 +75,7 @@ class Arrivals:
         self._knows = topology.num_workers == 1 < topology.worker_comm.size
         self.looks_early = self._knows and len(replicas) <= _MOST_LOOKED_AT
         self._host = platform.node()
-        # Whether this is the first replica of its worker.
+        # True if this is the first replica of its worker.
         self.leads = own == 0
         self._pages = [topology.status(n)[:ROW_BYTES] for n in range(len(replicas))]
         self._page = self._pages[own]

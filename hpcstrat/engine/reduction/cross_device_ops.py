@@ -478,7 +478,7 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     @property
     def combines(self) -> bool:
-        """Whether the program has passed an ``accumulation_fn``."""
+        """True if the program has passed an ``accumulation_fn``."""
         return self._accumulate is not None
 
     def _on_host(

@@ -142,7 +142,7 @@ class Reductions:
 
     @property
     def overlaps(self) -> bool:
-        """Whether MPI sends data of a started reduction while the ranks compute.
+        """True if MPI sends data of a started reduction while the ranks compute.
 
         Not collective; the same on every rank. False for a single worker, because its
         ranks copy the data themselves.

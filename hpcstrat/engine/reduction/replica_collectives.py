@@ -59,7 +59,7 @@ class Collectives(ObjectCollectives):
 
     @property
     def overlaps(self) -> bool:
-        """Whether MPI sends data of a started reduction while the ranks compute."""
+        """True if MPI sends data of a started reduction while the ranks compute."""
         return self._reductions.overlaps
 
     def close(self) -> None:

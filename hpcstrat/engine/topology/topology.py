@@ -113,7 +113,7 @@ class Topology:
     # This rank's GPU, or None if the rank computes on the CPU. The strategy sets this
     # attribute and the next three attributes.
     gpu: Gpu | None = None
-    # Whether another rank of this host has the same GPU.
+    # True if another rank of this host has the same GPU.
     shares_gpu: bool = False
     mpi_reads_gpu: str = "auto"
     nccl: bool = True

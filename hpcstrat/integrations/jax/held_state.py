@@ -85,7 +85,7 @@ class HeldState:
                 for name, value in zip(names, values, strict=True)
             }
         self._leaves = leaves
-        # Whether a manager may have overwritten the variables, so that `tree` must
+        # True if a manager may have overwritten the variables, so that `tree` must
         # compare the leaves with them.
         self._lent = True
 

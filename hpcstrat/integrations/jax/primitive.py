@@ -161,7 +161,7 @@ class TreeOperation:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether the operation returns a whole sum or mean to all replicas."""
+        """True if the operation returns a whole sum or mean to all replicas."""
         return self.kind in ("sum", "mean")
 
     def _taken(self, found: Any, outs: list[Array] | None, replica: int) -> list[Array]:

@@ -62,7 +62,7 @@ class Reduction:
 
     @property
     def adds(self) -> bool:
-        """Whether this is a sum or a mean that hpcstrat's own calls can make."""
+        """True if this is a sum or a mean that hpcstrat's own calls can make."""
         return self.function is np.add and (self.inexact or not self.averages)
 
     def conclude(self, array: Array) -> None:

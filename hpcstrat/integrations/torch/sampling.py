@@ -97,7 +97,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         )
         self._batch_size = batch_size
         self._epoch = self._position = 0
-        # Whether the program has received some but not all batches of the latest
+        # True if the program has received some but not all batches of the latest
         # iteration.
         self._is_begun = False
         self._is_known = True

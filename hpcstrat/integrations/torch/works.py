@@ -122,7 +122,7 @@ class Postponed:
     def __init__(self) -> None:
         self._calls: deque[tuple[Callable[[], Any], _PostponedWork]] = deque()
         self._making = False
-        # Whether all postponed calls are started.
+        # True if all postponed calls are started.
         self._all_started = True
 
     @staticmethod

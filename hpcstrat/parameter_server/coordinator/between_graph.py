@@ -80,7 +80,7 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
 
     @property
     def saves_checkpoints(self) -> bool:  # type: ignore[override]
-        """Whether this rank is the first worker; for the library's own modules."""
+        """True if this rank is the first worker; for the library's own modules."""
         return self.cluster.coordinates
 
     @property

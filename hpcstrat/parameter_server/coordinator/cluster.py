@@ -39,7 +39,7 @@ class Roles:
 
     @property
     def between_graph(self) -> bool:
-        """Whether each worker runs the program."""
+        """True if each worker runs the program."""
         return self.coordinator in self.workers
 
     def with_replaced(self, lost: int, spare: int) -> Roles:
@@ -153,7 +153,7 @@ class Cluster:
 
     @property
     def coordinates(self) -> bool:
-        """Whether this rank is the coordinator."""
+        """True if this rank is the coordinator."""
         return self.rank == self.roles.coordinator
 
     def serve(self, strategy: Any) -> None:

@@ -27,7 +27,7 @@ class ScheduledCall:
         # This reference keeps PerWorkerValues in the arguments alive: without it,
         # workers would drop the values.
         self.args: Any = None
-        # Whether the worker keeps the result, which a spare rank can make again.
+        # True if the worker keeps the result, which a spare rank can make again.
         self.keep = remote._recipe is not None
         self.since = 0.0
 

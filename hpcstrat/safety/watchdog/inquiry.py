@@ -46,7 +46,7 @@ class Inquiry:
 
     @property
     def obsolete(self) -> bool:
-        """Whether the wait is over, or a lower rank makes an inquiry instead."""
+        """True if the wait is over, or a lower rank makes an inquiry instead."""
         watch = self._watch
         ended = watch.closed or watch.waiting() is not self._waiting
         return ended or (self._messages.yields and not self._reports)

@@ -88,12 +88,12 @@ class RankState:
 
     @property
     def fresh(self) -> bool:
-        """Whether the page is recent, which shows that the rank's watchdog runs."""
+        """True if the page is recent, which shows that the rank's watchdog runs."""
         return self.age < STALE_SECONDS
 
     @property
     def in_call(self) -> bool:
-        """Whether the rank is in a call, or at its end, according to a recent page."""
+        """True if the rank is in a call, or at its end, according to a recent page."""
         return self.fresh and self.state != BUSY
 
 

@@ -81,7 +81,7 @@ class Series:
 
     @property
     def observed(self) -> bool:
-        """Whether the shares of a step's time were measured in all runs."""
+        """True if the shares of a step's time were measured in all runs."""
         return all(point.late is not None for point in self.points)
 
 

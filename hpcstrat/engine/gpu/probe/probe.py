@@ -73,7 +73,7 @@ class ProbeReport:
     how: str
     # Answers by operation; empty if the trial could not run.
     answers: dict[str, Answer] = field(default_factory=dict)
-    # Whether a single process sent messages to itself. A trial of one process can prove
+    # True if a single process sent messages to itself. A trial of one process can prove
     # that an operation fails, but not that it works between two processes.
     weak: bool = False
     output: str = ""

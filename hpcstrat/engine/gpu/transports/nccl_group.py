@@ -114,7 +114,7 @@ class NcclGroup:
         self.waits_since = math.inf
         # Held so that no thread frees NCCL's communicator while another thread uses it.
         self._lock = threading.Lock()
-        # Whether an error of this group has been raised in the program.
+        # True if an error of this group has been raised in the program.
         self._told = False
         self.rank: int = 0 if comm is None else comm.rank
         self.size: int = 1 if comm is None else comm.size
