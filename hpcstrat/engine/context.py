@@ -84,7 +84,7 @@ class ContextEntry:
         index: int | None = None,
     ) -> None:
         self.strategy = strategy
-        # The running replica's index among this rank's; None if all replicas or none
+        # The running replica's index among this rank's replicas; None if all or none
         # run.
         self.index = index
         # The replica context inside `run`; None in cross-replica context.
@@ -108,7 +108,7 @@ def push(entry: ContextEntry | None) -> Token[ContextEntry | None]:
 
 
 def pop(token: Token[ContextEntry | None]) -> None:
-    """Restore the stack as it was before a call of `push`, which returned ``token``."""
+    """Restore the stack as it was before the call of `push` that returned ``token``."""
     _stack.reset(token)
 
 
@@ -121,8 +121,7 @@ def own_index() -> int | None:
 class AnnouncesInitErrors:
     """Base class of objects that all replicas make: if one replica fails, all raise.
 
-    Every error of ``__init__``, such as a wrong argument, is reported to the other
-    replicas, which then raise, too.
+    Every error of ``__init__``, such as a wrong argument, makes all replicas raise.
     """
 
     __slots__ = ()

@@ -31,8 +31,7 @@ def _add_place(record: logging.LogRecord) -> bool:
 class _OwnHandler(logging.StreamHandler[TextIO]):
     """A handler for the warnings of every rank, and for lower levels of rank 0 only.
 
-    The handler drops records for which the program has a handler, even if that handler
-    was added later.
+    Drops records for which the program has a handler, even one that was added later.
     """
 
     def __init__(self) -> None:
@@ -103,8 +102,7 @@ def get_logger(name: str | None = None) -> logging.Logger:
     root = logging.getLogger(_ROOT)
     root.addHandler(_own)
     logger = root if name is None else root.getChild(name)
-    # Add the filter to each logger, because records of child loggers propagate without
-    # passing the filters of their parents.
+    # Add the filter to each logger: records propagate without passing parents' filters.
     logger.addFilter(_add_place)
     return logger
 

@@ -27,7 +27,7 @@ __all__ = [
 class _NamedEnum(enum.Enum):
     """An enumeration whose members are also accepted by name, in any case."""
 
-    # Hash members by identity, because they are singletons: hashing names is slower.
+    # Hash members, which are singletons, by identity: hashing names is slower.
     __hash__ = object.__hash__
 
     @classmethod
@@ -182,7 +182,7 @@ class CommunicationOptions:
     wire_dtype : str, optional
         ``"float16"`` or ``"bfloat16"``: halves the bytes of float32 that are sent
         between workers, but loses digits. Each worker's sums are sent as numbers of
-        this type with a common scale, are added in their own type, and are sent back in
+        this type with a common scale, are added in full precision, and are sent back in
         the same way. The error of every value ``x`` of a worker, and of every sum, is
         at most ``u |x| + 2**-39 M``, where ``u`` is 2**-11 for float16 and 2**-8 for
         bfloat16, and ``M`` is the largest absolute value in the same message. Integers,
@@ -207,8 +207,7 @@ class CommunicationOptions:
                 "expected wire_dtype 'float16', 'bfloat16' or None, found "
                 f"{self.wire_dtype!r}; pass None for full precision"
             )
-        # Check the package now: the first sum is collective, and may be made much
-        # later.
+        # Check the package now: the first sum may be made much later.
         if self.wire_dtype == "bfloat16" and find_spec("ml_dtypes") is None:
             raise ValueError(
                 "expected the package ml_dtypes for wire_dtype='bfloat16', found "
@@ -391,7 +390,7 @@ class InputContext:
         ValueError
             If the number of replicas does not divide the global batch size.
         """
-        # Raise, as tf.distribute does: rounding would silently change the global batch.
+        # Rounding, instead of raising, would silently change the global batch.
         if global_batch_size % self.num_replicas_in_sync:
             raise ValueError(
                 f"expected a global batch size that {self.num_replicas_in_sync} "

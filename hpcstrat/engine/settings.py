@@ -71,8 +71,8 @@ class Settings:
         Default: ``"off"``.
     summary : str, optional
         Whether replica 0 reports the late replicas when the program ends: ``"on"``;
-        ``"auto"``, if waiting for late replicas took more than a tenth of the time and
-        more than 10 s; ``"off"``. Default: ``"auto"``.
+        ``"auto"``, only if waiting for late replicas took more than a tenth of the time
+        and more than 10 s; ``"off"``. Default: ``"auto"``.
     summary_signal : str, optional
         Signal on which each worker's first replica reports the late replicas so far:
         ``"usr1"``, ``"usr2"``, ``"none"``. Not used if the program handles the signal
@@ -84,7 +84,7 @@ class Settings:
         Size in MiB at which a rank's file of a timeline ends. Default: 256.
     direct_io : str, optional
         Whether checkpoints bypass the page cache (O_DIRECT): ``"on"``; ``"off"``;
-        ``"auto"``, on ext4 and XFS, but not on parallel and network file systems.
+        ``"auto"``, only on ext4 and XFS, not on parallel and network file systems.
         Default: ``"auto"``.
     nvtx : bool, optional
         Whether a timeline's ranges are shown in NVIDIA's profilers, if CuPy is
@@ -97,9 +97,9 @@ class Settings:
         Whether several ranks may use the same GPU; if not, a shared GPU raises an error
         on every rank. Default: False.
     mpi_reads_gpu : str, optional
-        Whether GPU memory may be passed to the MPI library: ``"auto"``, if a test has
-        shown that this works, see ``hpcstrat doctor``; ``"yes"``, which ends the job by
-        a segmentation fault if it does not work; ``"no"``. Default: ``"auto"``.
+        Whether GPU memory may be passed to the MPI library: ``"auto"``, only if a test
+        has shown that this works, see ``hpcstrat doctor``; ``"yes"``, which ends the
+        job by a segmentation fault if it does not work; ``"no"``. Default: ``"auto"``.
     nccl : bool, optional
         Whether NCCL may send arrays on GPUs. Default: True.
     native : bool, optional
@@ -153,8 +153,7 @@ class Settings:
             value = getattr(self, field.name)
             if value is not None:
                 checked = _checked(field, value, field.name)
-                # The class is frozen, because the ranks agree on the settings only
-                # once, when a strategy is made.
+                # The ranks agree on the settings only once, so the class is frozen.
                 object.__setattr__(self, field.name, checked)
 
     def resolved(self, environment: Mapping[str, str] | None = None) -> Self:
@@ -196,7 +195,7 @@ class Settings:
 
 def _advice(name: str, known: list[str]) -> str:
     ends = [other.removeprefix(PREFIX) for other in known]
-    # Compare without the common prefix, which would make all names similar.
+    # The common prefix would make all names similar.
     close = difflib.get_close_matches(name.removeprefix(PREFIX), ends, 1, 0.6)
     if close:
         return f"write {PREFIX}{close[0]}, or unset it"

@@ -96,9 +96,9 @@ class CopyCheck(Protocol):
     def mark(self, run_index: int, mark: int) -> int:
         """Return the fingerprint for headers of calls after an entry into ``run``.
 
-        The fingerprint is from 0 to 2**63 - 1. The fingerprint is equal on all replicas
-        only if ``run_index`` and the parts of the copies that were hashed are equal.
-        ``mark`` is the previous fingerprint.
+        The fingerprint, from 0 to 2**63 - 1, is equal on all replicas only if
+        ``run_index`` and the parts of the copies that were hashed are equal. ``mark``
+        is the previous fingerprint.
         """
 
     def difference(self, comm: Any) -> CollectiveError | None:

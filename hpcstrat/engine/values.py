@@ -74,8 +74,7 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
                 "variable.numpy()"
             )
         if dtype is not None and array.dtype != dtype:
-            # NumPy 2 requires this error, because the caller might write into the array
-            # without noticing that it is a copy.
+            # NumPy 2 requires this error: the caller may want to write into the array.
             if copy is False:
                 raise ValueError(
                     f"expected an array of {np.dtype(dtype)} without a copy, found "
@@ -124,7 +123,7 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
         """Return an element of the array, or a copy of the part that ``key`` names."""
         part = self._operand()[key]
         is_array = isinstance(part, np.ndarray) or is_device(part)
-        # Copy, because a view would change with the next update and would be writable.
+        # Copy: a view would be writable, and would change with the next update.
         return part.copy() if is_array else part
 
     def __iter__(self) -> Iterator[Any]:
@@ -167,8 +166,7 @@ def _operands(argument: Any) -> Any:
     """Replace ArrayOperators objects by their arrays, also inside lists and tuples."""
     if isinstance(argument, ArrayOperators):
         return argument._operand()
-    # Return named tuples and other subclasses unchanged, because their constructors may
-    # not accept a sequence.
+    # Return named tuples unchanged: their constructors do not accept a sequence.
     if type(argument) in (list, tuple):
         return type(argument)(map(_operands, argument))
     return argument
@@ -296,7 +294,7 @@ class Mirrored(ArrayOperators, DistributedValues):
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the local copy."""
-        # Refuse special names early, because NumPy looks for many special methods.
+        # Refuse special names early: NumPy looks for many special methods.
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(object.__getattribute__(self, "_local"), name)

@@ -1,8 +1,8 @@
 """Memory of other libraries, kept until the GPU has read it.
 
 CuPy's pool reuses memory in the order of the stream. Another library, such as JAX,
-reuses memory on its own streams as soon as nothing refers to the array, although a
-kernel that hpcstrat has launched may not have read that memory yet.
+reuses memory on its own streams as soon as nothing refers to the array, even if a
+kernel of hpcstrat has not read that memory yet.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ __all__ = ["borrow"]
 # Released arrays, each with the CUDA event after which its memory may be freed.
 _returned: deque[tuple[Any, Array]] = deque()
 _giving_back = threading.Lock()
-# Released arrays whose event could not be recorded, because the GPU has failed. These
-# arrays are never freed.
+# Released arrays whose event could not be recorded (the GPU has failed); never freed.
 _never_returned: list[Array] = []
 
 
@@ -39,8 +38,7 @@ class _Borrowed:
     def __del__(self) -> None:
         """Keep the array until the stream's work so far is done; runs in any thread."""
         try:
-            # Set the device, because the null stream belongs to the thread's current
-            # device.
+            # The null stream belongs to the thread's current device: set the device.
             with self._device:
                 self._event.record(self._stream)
         except Exception:
@@ -68,7 +66,7 @@ atexit.register(_returned.clear)
 
 
 def borrow(array: Array) -> Array:
-    """Return an array over another library's memory, and keep that memory while in use.
+    """Return an array over another library's memory, which is kept while it is in use.
 
     Does not wait. The memory can be released when nothing refers to the result or its
     views, and the stream that was current in this call has done its work up to that

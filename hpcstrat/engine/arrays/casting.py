@@ -54,8 +54,8 @@ warnings filter or by numpy.seterr, one rank would leave a call in which the oth
 wait. A decorated function must not call functions of the program, because the program's
 own settings must apply to them.
 """
-# Functions decorated by numpy.errstate are called from NumPy's frames, which must not
-# be reported as the program's call site.
+# NumPy's frames call functions that numpy.errstate decorates: do not report these
+# frames as the program's call site.
 pass_over(os.path.dirname(np.__file__))
 
 
@@ -67,7 +67,7 @@ def make_quiet() -> Callable[..., Any]:
 
 
 class _Quiet(threading.local):
-    """A context per thread, in which NumPy calls give no floating-point warnings."""
+    """One context per thread, in which NumPy calls give no floating-point warnings."""
 
     def __init__(self) -> None:
         self.run = make_quiet()
@@ -81,10 +81,10 @@ def call_without_fp_warnings(
 ) -> Any:
     """Call a NumPy function without floating-point warnings; for the hot path.
 
-    The function must not call Python code, because the strategy's context variables are
-    not set during this call.
+    The function must not call Python code, for which the strategy's context variables
+    would not be set.
     """
-    # This call costs less than half as much as entering and leaving numpy.errstate.
+    # ``run`` costs less than half as much as entering and leaving numpy.errstate.
     return _quiet.run(function, *args, **named)
 
 
@@ -96,7 +96,7 @@ def is_half(dtype: np.dtype[Any]) -> bool:
     """Return whether a type is a half-precision float: float16 or bfloat16."""
     if dtype.num < FIRST_FOREIGN_TYPE:
         return dtype.char == "e"
-    # Reading dtype.name is slow, so that NumPy's own types are tested first.
+    # Reading dtype.name is slow: test NumPy's own types first.
     return dtype.name == "bfloat16"
 
 
@@ -134,7 +134,7 @@ def rounded(array: Array, dtype: np.dtype[Any]) -> Array:
     if array.dtype == dtype:
         return array
     convert: Any = array.astype
-    # Call CuPy's astype directly, because it calls Python code, and gives no warnings.
+    # Call CuPy's astype directly: it calls Python code, and gives no warnings.
     on_host = isinstance(array, np.ndarray)
     result: Array = (
         call_without_fp_warnings(convert, dtype) if on_host else convert(dtype)

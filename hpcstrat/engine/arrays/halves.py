@@ -2,9 +2,9 @@
 
 NumPy converts one number at a time, which takes longer than half precision saves on a
 network of 1 Gbit/s. This module multiplies a float32 by a power of two, so that its
-exponent has the bias of the narrow type. Its leading bits are then the bits of the
-narrow number, and its remaining bits round that number to nearest, ties to even. The
-result is correct for subnormal numbers, too.
+exponent has the bias of the narrow type. The leading bits of the float32 are then the
+bits of the narrow number; the remaining bits round that number to nearest, ties to
+even. The result is correct for subnormal numbers, too.
 """
 
 from __future__ import annotations

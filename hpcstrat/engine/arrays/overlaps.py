@@ -70,10 +70,10 @@ def _shared(
 
 
 def _first_again(group: list[_Place], outs: list[Any]) -> int | None:
-    """Return the first array of a group that shares memory with an earlier array.
+    """Return the position of the first array that shares memory with an earlier one.
 
-    The function marks each piece of memory that an array uses, because comparing all
-    pairs of many arrays, such as the columns of a matrix, would take too long.
+    Marks each piece of memory that an array uses: comparing all pairs of many arrays,
+    such as the columns of a matrix, would take too long.
     """
     low, high = group[0][0], max(end for _, end, _ in group)
     views = [_in_host_terms(outs[index]) for _, _, index in group]
@@ -154,13 +154,12 @@ def lies_apart(array: Any) -> bool:
 
 
 def copied_where_overwritten(arrays: list[Array], outs: list[Array]) -> list[Array]:
-    """Copy each array that the result of another array would overwrite.
+    """Return the arrays, with copies of those that another array's result overwrites.
 
     ``outs`` are the arrays for the results, in the same order as ``arrays``; they share
     no memory with each other.
     """
-    # Most calls reduce one array in place, and finding its address takes longer than
-    # a small sum.
+    # A shortcut: finding the address of an array takes longer than a small sum.
     if len(arrays) == 1 and arrays[0] is outs[0]:
         return arrays
     extents = [_extent(array) for array in arrays]

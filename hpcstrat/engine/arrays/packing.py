@@ -134,8 +134,7 @@ def spans_of(
 @functools.lru_cache(maxsize=1024)
 def plan(signatures: tuple[Signature, ...]) -> Pack:
     """Return the plan of one buffer per dtype; equal signatures give equal plans."""
-    # A dict keeps the order of first appearance, which is the same on all ranks; a
-    # set's order would depend on hashes.
+    # A dict keeps the order of first appearance, which is the same on all ranks.
     by_dtype: dict[np.dtype[Any], list[int]] = {}
     for index, (dtype, _) in enumerate(signatures):
         by_dtype.setdefault(dtype, []).append(index)

@@ -1,8 +1,8 @@
 """Arrays for results, in memory that is reused once nothing refers to the old result.
 
-If an array has more than a few pages, the page faults of newly allocated memory take
-longer than the sum that is written into it. A program that drops its gradients before
-the next step, as training loops do, gets the same memory in every step.
+The page faults of a new array of more than a few pages take longer than the sum that is
+written into it. A program that drops its gradients before the next step, as training
+loops do, gets the same memory in every step.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class Recycler:
 
     def __init__(self, limit_bytes: int = _LIMIT_BYTES) -> None:
         self._limit_bytes = limit_bytes
-        # Without the interpreter lock, keep no memory, because reference counts do not
-        # show that memory is unused.
+        # Without the interpreter lock, reference counts do not show unused memory.
         if not getattr(sys, "_is_gil_enabled", lambda: True)():
             self._limit_bytes = 0
         # Blocks by size; the most recently requested size is last.
@@ -75,8 +74,7 @@ class Recycler:
             # Every view of a block's memory holds a reference to the block.
             if _holders(blocks, 0) == self._unused:
                 return blocks[0]
-            # Move blocks in use to the end, so that the next search does not begin with
-            # them.
+            # Move blocks in use to the end, where the next search looks last.
             blocks.append(blocks.pop(0))
         block = np.empty(nbytes + _ALIGNMENT_BYTES, np.uint8)
         while self._kept_bytes + nbytes > self._limit_bytes and len(self._blocks) > 1:
@@ -98,9 +96,8 @@ class DeviceRecycler:
 
     CuPy's pool keeps memory ready, but creating an array takes a microsecond or two,
     and a model has hundreds of gradients. When nothing refers to the arrays of a call
-    any longer, the next repetition of the call returns the same arrays. New results are
-    written in the order of the program's stream, after all earlier work on these
-    arrays.
+    any longer, the next repetition of the call returns the same arrays. In the
+    program's stream, new results are written after all earlier work on these arrays.
     """
 
     def __init__(self, limit_bytes: int = _LIMIT_DEVICE_BYTES) -> None:
@@ -121,12 +118,11 @@ class DeviceRecycler:
     ) -> list[Array]:
         """Return arrays for the results of the reduction that ``key`` identifies.
 
-        Returns the arrays of its last run if nothing else refers to them, and new
-        arrays if not; they are uninitialized, and in C order. The same key must always
-        have the same ``kinds``. ``module`` is ``cupy``.
+        Returns the arrays of the reduction's last run if nothing else refers to them,
+        or else new arrays; they are uninitialized, and in C order. The same key must
+        always have the same ``kinds``. ``module`` is ``cupy``.
         """
-        # Reuse memory only on the stream that used it before, so that this stream
-        # orders the old and the new work.
+        # Reuse memory only on its former stream, which orders the old and the new work.
         key = key, module.cuda.get_current_stream().ptr
         kept = self._kept.get(key)
         if kept is not None:
@@ -144,7 +140,7 @@ class DeviceRecycler:
         with contextlib.suppress(MemoryError):
             made = [module.empty(shape, dtype) for shape, dtype in kinds]
         if len(made) < len(kinds):
-            # The arrays that this object keeps may occupy the missing memory.
+            # The kept arrays may occupy the missing memory.
             kept = None
             self.clear()
             made = [module.empty(shape, dtype) for shape, dtype in kinds]

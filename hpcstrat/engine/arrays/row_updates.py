@@ -14,9 +14,9 @@ __all__ = ["apply_at", "replace_at", "summed_rows"]
 def summed_rows(indices: Array, values: Array) -> tuple[Array, Array]:
     """Return the unique indices, ascending, and the sum of the rows of each index.
 
-    Rows with the same index are added in their order. Rows on a GPU are copied to the
-    host for the sum, because CuPy adds in any order, so that the bits would differ from
-    run to run. ``numpy.add.at`` is slow, so that it is called for repeated rows only.
+    Rows with the same index are added in their order. Rows on a GPU are summed on the
+    host, because CuPy adds in any order, so that the bits would differ from run to run.
+    ``numpy.add.at``, which is slow, adds repeated rows only.
     """
     if is_device(values):
         own = summed_rows(to_host(indices), to_host(values))
@@ -35,8 +35,8 @@ def apply_at(name: str, array: Array, indices: Array, values: Array) -> None:
 
     On a GPU, repeated rows are applied in their order, as on the host, so that all
     replicas get the same bits; CuPy's own ``at`` functions do not guarantee that order.
-    On a GPU, the function waits for the indices, and makes as many passes as the most
-    frequent row occurs. All arrays are of one library.
+    On a GPU, the function waits for the indices, and makes a pass for each occurrence
+    of the most frequent row. All arrays are of one library.
     """
     if not is_device(array):
         call_without_fp_warnings(getattr(np, name).at, array, indices, values)
@@ -44,7 +44,7 @@ def apply_at(name: str, array: Array, indices: Array, values: Array) -> None:
     rows = to_host(indices)
     order = np.argsort(rows, kind="stable")
     ascending = rows[order]
-    # Number of earlier occurrences of each row; the loop has a pass for each number.
+    # Number of earlier occurrences of each row; the loop makes a pass for each number.
     times = np.arange(rows.size) - np.searchsorted(ascending, ascending)
     operation = getattr(array_module(array), name)
     for time in range(times.max(initial=-1) + 1):

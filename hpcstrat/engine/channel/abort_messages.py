@@ -1,12 +1,11 @@
 """Abort messages, which a rank sends to all ranks when an error ends one of its calls.
 
 The rank cannot report the error in a header, because the error may have occurred while
-headers or data were exchanged. The rank sends a short message to every other rank,
-without waiting. A rank that waits for anything looks for these messages. If it finds
-one, it raises, and also sends abort messages to all ranks, because a third rank may
-wait for it. A rank that left its call between two headers looks at all messages when it
-makes its next call: if all ranks have left the same call at the same point, they
-continue.
+headers or data were exchanged. Instead, it sends a short message to every other rank,
+without waiting. Every waiting rank looks for these messages. A rank that finds a
+message raises, and also sends abort messages to all ranks, because a third rank may be
+waiting for it. A rank that left its call between two headers reads all messages in its
+next call: if all ranks have left the same call at the same point, they continue.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from hpcstrat.engine.topology.topology import Topology
 __all__ = ["AbortMessages"]
 
 _TAG = 11
-# Size of a message. MPI libraries send messages this short before the receive is
-# posted.
+# Size of a message, so small that MPI sends it before the receive is posted.
 _MOST_BYTES = 600
 # The head of a message: how often the sender has resumed together with all ranks, and
 # the two numbers of the sender's ``point``, see `AbortMessages.tell`.
@@ -32,7 +30,7 @@ _HEAD = struct.Struct("=qqq")
 _ON_THE_WAY_SECONDS = 2.0
 _Point = tuple[int, int]
 _NOWHERE: _Point = -1, -1
-# For each rank that has sent a message: the point at which it was, and the text.
+# The point and the text of each message received, by the rank that sent it.
 _Came = dict[int, tuple[_Point, str]]
 
 
@@ -43,23 +41,22 @@ class AbortMessages(Waitable):
         self._mpi = topology.mpi
         self._comm = comm
         self._others = frozenset(range(comm.size)) - {comm.rank}
-        # The text that this rank sends or passes on, empty if there is none; the point
-        # at which this rank left its call; the ranks that it has not notified yet.
+        # The text of this rank's own message, or of a message that it passes on; the
+        # point at which this rank left its call; the ranks not notified yet.
         self._text, self._point = "", _NOWHERE
         self._untold: set[int] = set()
         self._turn, self._came = 0, _Came()
-        # Messages of ranks that have resumed before this rank and then left another
-        # call.
+        # Messages of ranks that resumed before this rank, and then left another call.
         self._ahead = _Came()
-        # The number of the call for whose data this rank waits, and since when.
+        # The call for whose data this rank waits, and the time of its first look after
+        # another rank had left this call.
         self._awaited = -1, 0.0
 
     def tell(self, text: str, point: _Point = _NOWHERE) -> None:
         """Send an abort message to all other ranks, without waiting for them.
 
-        ``point`` is given if this rank is between two headers: the number of headers
-        when it began the entry that it has left, and the number when it left that
-        entry.
+        ``point`` is given if this rank is between two headers: the numbers of headers
+        that it had posted when it began, and when it left, the entry that failed.
         """
         self._text, self._point, self._untold = text, point, set(self._others)
         self._finish()
@@ -81,7 +78,7 @@ class AbortMessages(Waitable):
         If there is one, this rank also sends abort messages to all ranks, because it
         will not make its next call. This rank waits in the call with number ``call``,
         for headers or, if ``for_data``, for data. Messages of ranks that have done
-        their part of this call are ignored. Looking for messages drives MPI's progress.
+        their part of this call are ignored. The look drives MPI's progress.
         """
         comm = self._comm
         while comm.Iprobe(tag=_TAG):
@@ -91,7 +88,7 @@ class AbortMessages(Waitable):
             data = buffer[_HEAD.size : status.Get_count(self._mpi.BYTE)]
             told = (entered, left), data.decode(errors="replace")
             if turn == self._turn or told[0] == _NOWHERE:
-                # A message without a point counts always: its sender cannot resume.
+                # Always keep a message without a point: its sender cannot resume.
                 self._came[status.source] = told
             elif turn > self._turn:
                 self._ahead[status.source] = told
@@ -107,8 +104,8 @@ class AbortMessages(Waitable):
         """Return whether a rank that left call ``left`` keeps ``call`` from ending."""
         if left != call or not for_data:
             return left < call
-        # The rank has posted the header of this call, and may have sent its data, too.
-        # Assume that it has not if the data do not arrive within some seconds.
+        # The rank has posted the header of this call. If its data do not arrive within
+        # some seconds, assume that it has not sent them.
         now = time.monotonic()
         if self._awaited[0] != call:
             self._awaited = call, now
@@ -128,7 +125,7 @@ class AbortMessages(Waitable):
         return sorted(self._others - self._came.keys())
 
     def forget(self) -> None:
-        """Forget all messages, after all ranks have left the same call and resume."""
+        """Forget all messages, because all ranks have left the same call and resume."""
         self._turn += 1
         self._text, self._point, self._untold = "", _NOWHERE, set()
         self._came, self._ahead = self._ahead, _Came()

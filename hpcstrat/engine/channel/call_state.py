@@ -15,7 +15,7 @@ _Value = TypeVar("_Value")
 
 
 class CallState:
-    """The state of a channel that has no kernel; has the kernel's attributes."""
+    """Stands in for a kernel, with the attributes that store the state of calls."""
 
     def __init__(self) -> None:
         # True if calls are made by Python code, see `Channel.may_repeat`.
@@ -30,7 +30,7 @@ class CallState:
         self.last_call: Any = None
         # Number in headers that represents the steps that the rank has made.
         self.run_fingerprint = 0
-        # Number of looks of the kernel for the other ranks' headers before it returns.
+        # How often the kernel looks for the other ranks' headers before it returns.
         self.looks = 0
         # Offset in bytes at which the next place in the rings begins.
         self.next = 0
@@ -39,10 +39,9 @@ class CallState:
 class Watched(Generic[_Value]):
     """An attribute that sets ``state.attention`` when it is set to a true value.
 
-    The value is stored before the flag is set. `Channel.may_repeat` clears the flag
-    before it reads the values. So even if another thread or a signal handler sets the
-    attribute at the same time, a new value is either read by `may_repeat`, or the flag
-    stays set.
+    The value is stored before the flag is set, and `Channel.may_repeat` clears the flag
+    before it reads the values. So if a thread or a signal handler sets the attribute
+    meanwhile, either `may_repeat` reads the new value, or the flag stays set.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -50,12 +49,11 @@ class Watched(Generic[_Value]):
         self._name = name
 
     if TYPE_CHECKING:
-        # Only for type checkers: at run time the attribute is read from the object's
-        # ``__dict__``, which costs no call.
+        # Only for type checkers: at run time, a read uses the object's ``__dict__``.
         def __get__(self, owner: Any, kind: type | None = None) -> _Value: ...
 
     def __set__(self, owner: Any, value: _Value) -> None:
-        """Store a value, then set the flag if the value is true."""
+        """Store a value, then set ``attention`` if the value is true."""
         vars(owner)[self._name] = value
         if value:
             owner.state.attention = True

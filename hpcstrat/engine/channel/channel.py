@@ -2,9 +2,8 @@
 
 Before any data is sent, each rank posts a header: its sequence number, the steps that
 it has made, the hash of the call, and flags. The ranks continue only if the headers of
-all ranks are equal. A difference is an error on every rank, see
-`hpcstrat.engine.channel.failures`; without headers, MPI would return wrong numbers or
-deadlock.
+all ranks are equal. If not, every rank raises, see `hpcstrat.engine.channel.failures`;
+without headers, MPI would deadlock or return wrong numbers.
 """
 
 from __future__ import annotations
@@ -55,13 +54,13 @@ class Channel:
     """
 
     closed = Watched[bool]()
-    # A function that waits until other threads, such as XLA's, have carried out the
-    # calls that the program has made before; None if there are none. Each call of this
-    # channel first calls this function, so that calls are made in the program's order.
+    # A function, or None, that waits until other threads, such as XLA's, have carried
+    # out the calls that the program made before. Each call of this channel first calls
+    # this function, so that calls are made in the program's order.
     elsewhere = Watched[Callable[[], None] | None]()
-    # A text for the other ranks, such as a signal that this rank has received. The next
-    # header of a blocking call reports it, and the call continues. After each call all
-    # ranks know the same notices, see `noticed`.
+    # A text for the other ranks, such as a signal that this rank has received. The
+    # header of the next blocking call has a flag for it. The ranks then exchange their
+    # notices (see `noticed`), and continue the call.
     notice = Watched[str]()
 
     def __init__(self, topology: Topology, *, native: bool = True) -> None:
@@ -113,9 +112,8 @@ class Channel:
         """Return whether the kernel may make calls without Python code.
 
         The kernel may not make them after a failure, or while there are a notice, a
-        timeline or pending calls. The flag ``attention`` is cleared before these
-        conditions are tested, see `Watched`. So a change during the tests sets the flag
-        again for the next call.
+        timeline or pending calls. The flag ``attention`` is cleared before these tests,
+        see `Watched`.
         """
         state, failures = self.state, self.failures
         state.attention = False
@@ -130,10 +128,9 @@ class Channel:
     def drive(
         self, steps: WaitSteps, call: Call, timeout_seconds: float | None = None
     ) -> None:
-        """Run all steps of an algorithm; `PendingCall` runs them without waiting."""
+        """Run all steps of an algorithm, and wait in each of them."""
         if self.pending:
-            # End the started calls first: their headers were posted before, and their
-            # data use the same rings.
+            # End the started calls first: their data use the same rings.
             self.pending.drain()
         header = next(steps)
         assert isinstance(header, HeaderStep)
@@ -153,8 +150,7 @@ class Channel:
         ``timeout_seconds`` is the limit of the wait for late ranks. The values
         ``carried`` are sent in the header between workers. Raises CollectiveError on
         every rank if a rank announced another call or left the program. If a rank
-        reported an error, raises ReplicaError on all ranks that have no error of their
-        own.
+        reported an error, all ranks without their own error raise ReplicaError.
         """
         flags = NOTICE if self.notice else 0
         if active.recorder is None:
@@ -220,13 +216,11 @@ class Channel:
         """
         self.state.num_calls += 1
         if self.wire is None:
-            # Include the next place of the ring in the hash. This place differs between
-            # ranks if an interrupt ended a call on one rank after the call's copy into
-            # a place, but before its header.
+            # Include the ring's next place in the hash: it differs between ranks if one
+            # rank was interrupted between the copy into a place and the header.
             self.steps.post(run, call.digest ^ self.rings.next, flags)
         else:
-            # The rings of different workers may differ; `WireHeaders` compares them
-            # inside each worker.
+            # `WireHeaders` compares the next places inside each worker only.
             self.wire.post(run, call.digest, flags, carried)
 
     def poll_header(self, call: Call) -> bool | None:
@@ -255,9 +249,8 @@ class Channel:
 
         Not collective. The value of ``as`` is an InterruptibleComm of all replicas.
         After an error inside the block no further call can be made, because the other
-        ranks still wait in this call, and the end of this rank ends the job. Only an
-        EveryRankError does not end the calls, because all ranks raise it: it becomes a
-        ValueError.
+        ranks still wait in this call. Only an EveryRankError, which all ranks raise,
+        allows further calls; it becomes a ValueError.
         """
         recorder = active.recorder
         if recorder is not None:
@@ -306,8 +299,7 @@ class Channel:
     def wait(self, awaited: Waitable, call: Call) -> None:
         """Wait in a call for ``awaited``, a step of the worker's ranks or a message.
 
-        Raises CollectiveError if ``awaited`` does not arrive in time, or if a rank's
-        process has died.
+        Raises CollectiveError if ``awaited`` is late, or if a rank's process has died.
         """
         agreed = awaited.agreed
         self.topology.moves += 1
@@ -332,7 +324,7 @@ class Channel:
         """Announce that this rank ends the program; waits only for started calls."""
         with contextlib.suppress(Exception):
             self.pending.drain()
-        # A call that was interrupted may have taken a place in this rank's ring.
+        # Restart, because an interrupted call may have taken a place on this rank only.
         self.rings.restart()
         self.post(_LEAVING, 0, LEFT)
         now, thread = time.monotonic(), threading.get_ident()
@@ -376,10 +368,7 @@ class Channel:
         self._comm.Free()
 
     def abandon(self) -> None:
-        """Release this rank's resources of the channel after other ranks have died.
-
-        Not collective. A second call does nothing.
-        """
+        """Release this rank's resources after other ranks have died; not collective."""
         if self.closed:
             return
         self.closed = True

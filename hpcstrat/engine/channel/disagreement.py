@@ -79,8 +79,7 @@ class Announcement:
 def announce_error(rank: int, what: str, error: BaseException) -> Announcement:
     """Return the announcement of a rank that failed.
 
-    The announcement has only text and numbers, because other ranks may not have the
-    error's class.
+    It has only text and numbers, because other ranks may lack the error's class.
     """
     try:
         reason = f"{type(error).__name__}: {error}"
@@ -186,8 +185,8 @@ class Failure:
         # If a rank has several started calls, the ranks do not know which of them the
         # other ranks have started: then the innermost common section ends, too.
         several = any(a.pending > 1 for a in announcements)
-        # All ranks leave the sections of this depth and deeper. If no rank is in a
-        # section of this depth, only the call has failed, and the program may continue.
+        # All ranks leave the sections of this depth and deeper. If no rank is in such a
+        # section, only the call has failed, and the program may continue.
         self.level = innermost + (0 if several and innermost else 1)
         self.loses_calls = any(
             a.pending > 1 and a.depth < self.level for a in announcements
@@ -196,9 +195,9 @@ class Failure:
     def instead_of(self, error: BaseException | None) -> BaseException:
         """Return the error that this rank raises, given its own ``error`` or None.
 
-        This is the rank's own error if its class is the class of the first failed
-        rank's error, so that one ``except`` clause catches the errors of all ranks. If
-        not, `error` is returned.
+        The own ``error`` is returned if it has the class of the first failed rank's
+        error, so that one ``except`` clause catches the errors of all ranks; if not,
+        the failure's error is returned.
         """
         if error is None:
             return self.error
@@ -215,13 +214,10 @@ class Failure:
 
 
 def _common_class(names: Sequence[str]) -> tuple[Any, type[ReplicaError]]:
-    """Return a class that the errors of other ranks can have, and a subclass to raise.
+    """Return an error class for all ranks, and its combination with ReplicaError.
 
-    ``names`` has the names of error classes. The first result is the earliest of these
-    classes that ReplicaError can be combined with, or None: a built-in class in
-    ``_COMBINABLE``, or a subclass that defines no constructor and no ``__str__``. The
-    second result is ReplicaError, or a subclass of both ReplicaError and the first
-    result.
+    The first result is the first of the classes ``names`` that `_combined` accepts, or
+    None. The second is a subclass of this class and of ReplicaError, or ReplicaError.
     """
     for name in names:
         module, _, path = name.partition(":")
@@ -236,10 +232,7 @@ def _common_class(names: Sequence[str]) -> tuple[Any, type[ReplicaError]]:
 
 @functools.lru_cache(maxsize=1024)
 def _combined(kind: Any) -> type[ReplicaError] | None:
-    """Return a subclass of ReplicaError and of an error's class; None if impossible.
-
-    With such a class, ``except ValueError`` catches the error on every rank.
-    """
+    """Return a subclass of ReplicaError and of an error's class; None if impossible."""
     if kind in (Exception, HpcstratError) or not issubclass(kind, Exception):
         return None
     if issubclass(ReplicaError, kind) and issubclass(kind, RuntimeError):
@@ -268,7 +261,7 @@ def _ranks(announcements: Sequence[Announcement]) -> str:
 
 
 def _calls(announcements: Iterable[Announcement]) -> str:
-    """Name each different call once, with the ranks that made it."""
+    """Return a text that names each different call once, and the ranks that made it."""
     groups = _grouped((a.text + a.at, a) for a in announcements)
     return " and ".join(f"{_ranks(g)} called {text}" for text, g in groups.items())
 

@@ -1,11 +1,11 @@
 """The decorator of entries: it reports errors in collective calls to the other ranks.
 
-If an error ends a call on one rank, the other ranks still wait in this call, and would
-match it with the failed rank's next call. To prevent that, the failed rank reports the
-error. If it has not posted a header of the call, it posts a header that says so. If it
-has posted one, it ends all calls of all ranks, because it does not know how far the
-other ranks are. If two threads make calls at the same time, the second call is refused,
-because the order of the two calls may differ between ranks.
+If an error ends a call on one rank, the other ranks still wait in this call, which MPI
+would match with the failed rank's next call. If the failed rank has not posted a header
+of the call yet, it reports the error in a header. If it has, it ends all calls of all
+ranks, because it does not know how far the other ranks are. If two threads make calls
+at the same time, the second call is refused, because the order of the two calls may
+differ between ranks.
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ def _refuse(channel: Any, other: int, what: str) -> NoReturn:
         f"{state.what}"
     )
     failures.broken = failures.broken or text
-    # Wait until the other thread has left its call: ``broken`` ends its wait, and MPI
-    # may be used by only one thread at a time.
+    # Wait until ``broken`` ends the other thread's call: only one thread may use MPI.
     interrupt: BaseException | None = None
     while state.thread == other:
         try:

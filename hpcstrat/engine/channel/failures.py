@@ -2,9 +2,9 @@
 
 If a rank fails before it has posted the header of its next call, it reports the failure
 in this header, and all ranks raise there. If a rank fails after the header of a call,
-or dies, the other ranks still wait in this call. The failed rank can make no further
-call. Therefore it sends abort messages to the other ranks, which raise an error in the
-call in which they wait, see `hpcstrat.engine.channel.abort_messages`.
+it can make no further call, but the other ranks still wait in this call. So the failed
+rank sends abort messages to the other ranks, which then raise an error, see
+`hpcstrat.engine.channel.abort_messages`.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ class RankLoss:
         """Return a RankLostError if ``error`` was caused by the death of a rank.
 
         Returns None for other errors. If the topology survives a loss, this method also
-        interrupts the waits of the other ranks. ``what`` is the call in which this rank
-        was.
+        ends the waits of the other ranks. ``what`` is the call in which this rank was.
         """
         topology, known = self._topology, set[int]()
         if isinstance(error, RankLostError):
@@ -80,8 +79,7 @@ class RankLoss:
         ranks = sorted(known)
         who = f"the processes of ranks {ranks} have" if ranks else "a rank has"
         text = f"expected all ranks in {what}, found that {who} died; {advice}"
-        # Keep another object than the one that is raised, because a traceback would
-        # keep the program's arrays alive.
+        # Do not keep the error that is raised: its traceback keeps arrays alive.
         self.error = RankLostError(text, ranks)
         return RankLostError(text, ranks)
 
@@ -135,8 +133,7 @@ class Failures:
         self.state = channel.state
         self.broken, self.leaving = "", None
         self._rank: int = comm.rank
-        # True if this rank was between two headers when it set ``broken``. If so, this
-        # rank may resume together with the other ranks, see `resume`.
+        # True if ``broken`` was set between two headers: then `resume` may succeed.
         self.between_calls = False
         # The number of the last header by which all ranks have learned of an error.
         self.told_at = 0
@@ -144,8 +141,7 @@ class Failures:
         self.depth = 0
         self.aborts = AbortMessages(channel.topology, comm)
         self.rank_loss = RankLoss(channel.topology, comm)
-        # True while `resume` finds out whether all ranks have left the same call. While
-        # it is true, `look` does not raise.
+        # True while `resume` waits for abort messages: then `look` does not raise.
         self._resuming = False
         # True if the ranks have announced different numbers of steps.
         self._apart = False
@@ -158,8 +154,7 @@ class Failures:
             if self.rank_loss.error is not None:
                 raise self.rank_loss.again(call.text)
             if not self._channel.closed:
-                # Other ranks may still need this rank's abort message. MPI may raise
-                # here if ranks have died.
+                # Pass on abort messages. MPI may raise here if ranks have died.
                 with contextlib.suppress(Exception):
                     self.aborts.look()
             if self.resume(call.text):
@@ -204,9 +199,9 @@ class Failures:
     ) -> Failure | None:
         """Notify the other ranks of this rank's failure; the caller raises ``error``.
 
-        The report is a header that is compared with the other ranks' next header.
-        ``leaves`` says whether this rank leaves a section; if not, it leaves only a
-        call. Returns the failure as all ranks know it, or None if nothing was sent.
+        The report is a header that is compared with the other ranks' next header. This
+        rank leaves a section if ``leaves`` is true; if not, it leaves only a call.
+        Returns the failure as all ranks know it, or None if nothing was sent.
         """
         channel = self._channel
         if self.broken or channel.closed:
@@ -249,9 +244,9 @@ class Failures:
             # keep the new notice for the next header.
             channel.notice = ""
         channel.noticed |= {a.rank: a.notice for a in announcements if a.notice}
-        # At the end, the fingerprint of the run is reset to the fingerprint of the
-        # steps. The step counts stay, because ranks that have made different numbers of
-        # steps are not at the same point, even if the program catches the error.
+        # Keep the step counts, and reset only the fingerprint to them: even if the
+        # program catches the error, ranks with different step counts are not at the
+        # same point.
         if len({(a.flags, a.text) for a in announcements}) > 1:
             # The ranks were in different calls, and may continue after the error. If
             # some ranks were in a backward pass, count this pass on the other ranks,
@@ -311,14 +306,14 @@ class Failures:
         if self.broken or channel.closed:
             return
         if self.leaving is not None:
-            # Until the section has been left, every call raises the section's error.
+            # Until this rank has left its section, every call raises ``leaving.error``.
             if isinstance(error, Exception) and error is not self.leaving.error:
                 raise self.leaving.error
             return
         if self.told_at == channel.num_calls > entered:
             return
         if isinstance(error, (StopIteration, OutOfRangeError)):
-            # The end of the dataset, which all ranks reach in the same call.
+            # All ranks reach the end of a dataset in the same call.
             return
         if isinstance(error, Exception) and channel.num_calls == entered:
             self.fail(what, error)
@@ -369,10 +364,9 @@ class Failures:
             self.aborts.tell(self.broken, (entered, self._channel.num_calls))
 
     def look(self) -> None:
-        """Raise CollectiveError if another rank has ended all calls.
+        """Raise CollectiveError if another rank or thread has ended all calls.
 
-        Also raises if another thread of this rank has ended all calls. Drives MPI's
-        progress.
+        Drives MPI's progress.
         """
         for_data = self._channel.exchanging is not None
         told = self.aborts.look(self._channel.num_calls, for_data=for_data)
@@ -392,8 +386,7 @@ class Failures:
         """
         if not self.between_calls or not self._all_left(describe_call(what)):
             return False
-        # Wait for all ranks, because the next data overwrite places that some ranks may
-        # still read.
+        # Wait for all ranks: some may still read places that the next data overwrite.
         self._channel.agree(_RESUMING)
         return True
 

@@ -3,8 +3,8 @@
 Each rank has two records, which it uses in turn. A rank overwrites record ``n`` with
 record ``n + 2`` only after it has seen the records ``n + 1`` of all ranks; each rank
 writes record ``n + 1`` after its last look at the records ``n``. A record contains a
-check word: a hash of its integers, which is the same in every process. A half-written
-record, which a processor with weak memory ordering may show, fails this check.
+hash of its integers, so that readers detect a half-written record, which a processor
+with weak memory ordering may show.
 
 Records also order memory: if a rank has seen another rank's record, it also sees all
 that the other rank stored before the record. And a rank loads values before it writes
@@ -50,8 +50,8 @@ class SegmentHeaders:
         self._comm = topology.worker_comm
         self._size = self._comm.size
         self._replicas = topology.worker_replicas
-        # Keep only the processes that this rank can look up. This rank cannot look up
-        # the processes of other containers, where process IDs are different.
+        # Keep only the processes that this rank can look up: not those of other
+        # containers, in which process IDs are different.
         told = self._comm.allgather(_process_identity(os.getpid()))
         self._processes = {
             rank: (pid, start)
@@ -188,6 +188,6 @@ def _process_identity(pid: int) -> tuple[int, str]:
     except (FileNotFoundError, ProcessLookupError):
         return pid, ""
     except OSError:
-        # The process cannot be looked up, for example without a free file descriptor.
+        # The lookup failed, for example without a free file descriptor.
         return pid, _UNKNOWN
     return pid, "" if fields[STATE] in "ZX" else fields[START]

@@ -30,8 +30,7 @@ Over TCP, MPI sends a message of more than 64 KiB only after the receiver has an
 and this answer waits in the queue behind the data of other messages.
 """
 
-# Limits of one MPI call, because many MPI libraries do not support counts and
-# displacements past 2**31 - 1.
+# Limits of one MPI call: many MPI libraries support no counts past 2**31 - 1.
 _MOST_MESSAGE_BYTES = 64 << 20
 _MOST_GATHERED_BYTES = 1 << 30
 _BYTES_PER_SECOND = 1e9
@@ -62,8 +61,7 @@ class InterruptibleComm:
         self._finish(Message(request), nbytes)
 
     def _finish(self, awaited: Waitable, nbytes: int) -> None:
-        # Spin for the expected time of the transfer, because the transfer itself uses
-        # this processor.
+        # Spin for the expected time: the transfer may stop while this rank sleeps.
         end = time.monotonic() + nbytes / _BYTES_PER_SECOND if nbytes else 0.0
         while not awaited.agreed():
             if time.monotonic() > end:
@@ -108,7 +106,7 @@ class InterruptibleComm:
     def exchange(
         self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int
     ) -> None:
-        """Exchange flat arrays of any dtype, and wait for the end; not collective."""
+        """Exchange flat arrays of any dtype, and wait for the data; not collective."""
         out, into = (
             {rank: array.view(np.uint8) for rank, array in arrays.items()}
             for arrays in (sent, received)
@@ -129,7 +127,7 @@ class InterruptibleComm:
         return exchange
 
     def take_room(self, nbytes: int) -> Any:
-        """Return a buffer for this caller alone, until it calls `give_room`."""
+        """Return a buffer that is only the caller's until it calls `give_room`."""
         free = self._rooms.get(nbytes)
         return free.pop() if free else np.empty(nbytes, np.uint8)
 

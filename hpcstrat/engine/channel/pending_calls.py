@@ -16,18 +16,16 @@ from hpcstrat.errors import HpcstratError, RankLostError, TopologyError
 __all__ = ["PendingCall", "PendingCalls"]
 
 _PAUSE_SECONDS = 1e-4
-# Used if the progress thread shares a core with its rank's computation, because each
-# look takes time from the computation. On hosts with one core, both pauses overlapped
-# the same amount of communication.
+# Used if the progress thread shares a core with the computation. On hosts with one
+# core, this pause overlapped as much communication as the short pause.
 _SHARED_PAUSE_SECONDS = 1e-3
 
 
 class PendingCall:
     """A started reduction, which continues while the program computes.
 
-    Several reductions may be under way; they end in the order of their starts. Every
-    call of the strategy advances them, and a blocking call first waits until they have
-    ended.
+    Several reductions may be under way, and end in the order of their starts. Every
+    call of the strategy advances them; a blocking call first waits for their end.
 
     Parameters
     ----------
@@ -76,7 +74,7 @@ class PendingCall:
         self._awaited: Waitable | None = None
         self._done = channel is None
         self._error: BaseException | None = None
-        # An error of this rank before the header, which the header then reports.
+        # This rank's error before the header, which the header reports.
         self._own_error: Exception | None = None
         if channel is None:
             exhaust(steps)
@@ -190,8 +188,7 @@ class PendingCall:
         if agreed is None:
             return False
         if error is not None or not agreed:
-            # All ranks reach this point, because the flag of this rank's header, or
-            # another difference, makes the headers of all ranks unequal.
+            # All ranks reach this point: a FAILED flag, too, makes the headers unequal.
             told = Announcement(channel.topology.replica_id, 0, call.text)
             if error is not None:
                 told = announce_error(told.rank, call.text, error)
@@ -221,8 +218,7 @@ class PendingCall:
 class PendingCalls(deque[PendingCall]):
     """The started calls of a channel that have not ended, in the order of their starts.
 
-    The class is a deque, so that every call of the channel can test quickly if there
-    are started calls.
+    A deque, so that every call of the channel can test quickly for started calls.
     """
 
     def __init__(self, channel: Any) -> None:
@@ -230,7 +226,7 @@ class PendingCalls(deque[PendingCall]):
         self._channel = channel
         self._thread: threading.Thread | None = None
         self._started, self._ends = threading.Event(), False
-        # Held by the thread that advances the calls, main thread or progress thread.
+        # Held by the thread that advances the calls: main thread or progress thread.
         self.lock = threading.RLock()
 
     def start(self, started: PendingCall) -> None:
@@ -276,7 +272,7 @@ class PendingCalls(deque[PendingCall]):
         return sum(not one.part for one in self) + any(one.part for one in self)
 
     def lose(self, error: BaseException, *, all_of_them: bool) -> None:
-        """End all started calls by ``error``, or only parts without posted headers."""
+        """End started calls with ``error``: all, or parts without a posted header."""
         lost = list(self) if all_of_them else [o for o in list(self)[1:] if o.part]
         for one in lost:
             one.end(error)
@@ -288,8 +284,8 @@ class PendingCalls(deque[PendingCall]):
         """Start a progress thread, which advances the started calls.
 
         Collective over ``topology.replica_comm``. The thread calls ``enter`` each time
-        before it works. Raises TopologyError on every rank if MPI was started without
-        THREAD_MULTIPLE on any rank. A second call does not start another thread.
+        before it advances calls. Raises TopologyError on every rank if MPI was started
+        without THREAD_MULTIPLE on any rank. A second call starts no other thread.
         """
         self._channel.agree(describe_call("use of a progress thread"))
         topology = self._channel.topology
@@ -313,8 +309,8 @@ class PendingCalls(deque[PendingCall]):
     def _progress_in_thread(self, enter: Callable[[], object], pause: float) -> None:
         """Advance started calls in a loop; make no MPI calls while there are none.
 
-        While this thread advances calls, the main thread exchanges no data of its own,
-        because each call of the strategy first ends the started calls.
+        Meanwhile the main thread exchanges no data of its own, because each call of the
+        strategy first ends the started calls.
         """
         nap = threading.Event()
         while not self._ends:

@@ -1,7 +1,6 @@
 """A rank's position in the program: counts of its steps, which headers contain.
 
-If a rank leaves out a call in one step, all ranks notice it in the next step, because
-every header contains the number of steps that its rank has made.
+If a rank leaves out a call in one step, all ranks notice this in the next step.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from hpcstrat.engine.typing import CopyCheck
 
 __all__ = ["Position"]
 
-# Numbers that a next() and a backward pass add to the fingerprint in headers; they are
-# so large that no realistic number of runs has the same effect.
+# Numbers that a next() and a backward pass add to the fingerprint in headers; no
+# realistic number of runs adds as much.
 _NEXT = 0x1E3779B97F4A7C15
 _BACKWARD = 0x2545F4914F6CDD1D
 _MASK = (1 << 63) - 1
 
 
 class Position:
-    """The step counts of a channel on one rank; all calls are logically collective."""
+    """One rank's step counts of a channel; all methods are logically collective."""
 
     __slots__ = (
         "_state",
@@ -41,7 +40,7 @@ class Position:
 
     @property
     def run_fingerprint(self) -> int:
-        """The number that represents the step counts and the ``copy_check`` in headers.
+        """The number in headers that represents the step counts and variables' copies.
 
         Headers of pending calls contain ``step_fingerprint`` instead, because the ranks
         may be at different points of the program when these headers are compared.
@@ -55,8 +54,7 @@ class Position:
     def enter_run(self) -> None:
         """Count an entry of this rank into ``run``.
 
-        Raises CollectiveError on every rank if copies of variables are compared in this
-        run and differ.
+        Raises CollectiveError on every rank if copies of variables are found to differ.
         """
         self.run_index = index = self.run_index + 1
         check, mark = self.copy_check, self.run_fingerprint

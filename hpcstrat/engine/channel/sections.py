@@ -24,8 +24,8 @@ class Section:
     """A context manager that all ranks leave together.
 
     The exit is collective over ``topology.replica_comm``, and waits for late ranks up
-    to ``timeout_seconds``. An exception that is not a subclass of ``Exception``, such
-    as KeyboardInterrupt, is not reported to the other ranks, because it is meant to end
+    to ``timeout_seconds``. An exception that is not an ``Exception``, such as
+    KeyboardInterrupt, is not reported to the other ranks, because it is meant to end
     the program.
     """
 
@@ -57,18 +57,16 @@ class Section:
         tells = error is None or isinstance(error, Exception)
         try:
             if tells and channel.pending and not failures.broken:
-                # Drain before ``depth`` is reduced, so that a failure of another rank
-                # still ends this section.
+                # Drain before reducing ``depth``: a failure still ends this section.
                 channel.pending.drain()
         finally:
             failures.depth -= 1
         failure: Failure | None = failures.leaving
         if failure is not None and failure.level > failures.depth:
             failures.leaving = None
-            # Restore the step counts of the section's start, because the ranks have
-            # made different numbers of steps in the section.
+            # The ranks may have made different numbers of steps in the section.
             channel.position.steps = self._steps
-            # A call that was refused in the section may have taken a place in the ring.
+            # A refused call may have taken a place in the ring of this rank only.
             channel.rings.restart()
         if not tells:
             return

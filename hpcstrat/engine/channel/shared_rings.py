@@ -1,9 +1,8 @@
 """The rings in shared memory into which the ranks of a worker copy their values.
 
 Each rank's part of the segment is a ring: the data of each step is copied into the next
-place of the ring. All ranks of a worker take places of the same sizes in the same
-order, so that each rank knows where the other ranks' data are. The compiled kernel
-takes places by the same rule.
+place of the ring. All ranks of a worker, and the compiled kernel, take places of the
+same sizes in the same order, so that each rank knows where the other ranks' data are.
 
 While a rank writes the place of step ``n``, other ranks may still read the places of
 the two steps before: the values of step ``n - 1``, and the results in the places of
@@ -31,10 +30,7 @@ _SMALLEST_PLACE_BYTES = 32 << 10
 
 
 class SharedRings:
-    """The rings of a worker's ranks, in the topology's segment.
-
-    ``state.next`` is the offset at which the next place begins.
-    """
+    """The rings of a worker's ranks, in the topology's segment."""
 
     def __init__(self, topology: Topology, state: Any) -> None:
         segment, comm = topology.segment, topology.worker_comm
@@ -74,7 +70,7 @@ class SharedRings:
         """Begin the next place at the start of the rings; no place may be in use.
 
         Logically collective over ``topology.worker_comm``. Needed after calls that
-        differed between ranks, because the ranks' next places may differ.
+        differed between ranks: their next places may differ, too.
         """
         self._state.next = 0
 

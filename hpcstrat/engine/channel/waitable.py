@@ -70,7 +70,6 @@ class HeaderStep(Waitable):
     """A stand-in for the header of a call, which only the channel can post."""
 
     def __init__(self, carried: HeaderPayload | None = None) -> None:
-        # Values to send in the header.
         self.carried = carried
 
     def agreed(self) -> bool:
@@ -89,7 +88,7 @@ def exhaust(steps: WaitSteps) -> None:
 
 
 class EveryRankError(Exception):
-    """An error in an exchange of data that every rank raises at the same point.
+    """An error that every rank raises at the same point of an exchange of data.
 
     `Channel.moving` replaces it by a ValueError.
     """
@@ -102,8 +101,7 @@ class Exchange(Waitable):
     requests: Any = ()
 
     def __init__(self, *arrays: Any) -> None:
-        # The owner appends each request right after its MPI call, so that no request is
-        # lost if an error follows.
+        # Append each request right after its MPI call, in case the next call fails.
         self.requests, self._arrays = [], arrays
 
     def agreed(self) -> bool:

@@ -1,10 +1,9 @@
 """The loop in which a rank waits for other ranks.
 
 A waiting rank spins for a moment. After that, the rank alternates short sleeps with
-looks that drive MPI's progress, so that signals are handled and the death of a process
-is noticed. The spin time is adapted, because with few cores the spinning rank may
-occupy the core that the awaited rank needs. The watchdog's thread reads for which call
-a rank waits, and reports the late ranks.
+looks, so that MPI progresses, signals are handled, and the death of a process is
+noticed. The spin time is adapted, because a spinning rank may occupy the core that the
+awaited rank needs. The watchdog's thread reports the late ranks of each wait.
 """
 
 from __future__ import annotations
@@ -37,9 +36,8 @@ _SHORTEST_NAP_SECONDS = 2e-5
 # A sleep is at most this share of the time waited so far.
 _NAP_SHARE = 1 / 32
 _LONGEST_NAP_SECONDS = 0.001
-# Values in a header between workers are sent at 1 Gbit/s or more. For up to 256 KiB of
-# values, a rank does not sleep during the time of the transfer, because the transfer
-# might stop while the rank sleeps.
+# Expect that values in a header between workers are sent at 1 Gbit/s or more. Up to 256
+# KiB, a rank does not sleep in this time, which might stop the transfer.
 _WIRE_BYTES_PER_SECOND = 1.25e8
 _MOST_TRAVELING_BYTES = 256 << 10
 _LIMIT_SECONDS = 1800.0
@@ -63,10 +61,7 @@ class Spin:
         self.seconds = _MOST_SPIN_SECONDS
 
     def learn(self, waited_seconds: float) -> None:
-        """Adapt the spin time after a wait that lasted longer than the spin.
-
-        ``waited_seconds`` includes the spin.
-        """
+        """Adapt the spin time after a wait of ``waited_seconds``, spin included."""
         if waited_seconds < _MOST_SPIN_SECONDS:
             self.seconds = min(2 * self.seconds, _MOST_SPIN_SECONDS)
         else:
@@ -90,16 +85,14 @@ class Waiting:
     late: Sequence[int] = ()
     # Time until which at least one late rank had announced that it would be slow.
     patient_until: float = -math.inf
-    # Time until which the wait must not end, because a report of the watchdog may still
-    # be written.
+    # Time until which the watchdog may still write a report, so the wait must not end.
     held_until: float = -math.inf
 
     def begin(self, slow_until: float = -math.inf) -> float:
         """Return the time from which warnings and limits are counted.
 
-        The time is the latest of: the start of the wait, the end of the slowness that
-        late ranks announced, and ``slow_until``, the end of the slowness that the
-        waiting rank announced.
+        The latest of: the start of the wait, and the times until which late ranks and
+        the waiting rank (``slow_until``) have announced that they are slow.
         """
         return max(self.start, self.patient_until, slow_until)
 
@@ -113,7 +106,7 @@ class Waiter:
     """The object by which a channel waits for other ranks.
 
     ``look`` drives MPI's progress, and raises if another rank has ended all calls.
-    ``steps`` knows the processes of this worker, ``arrivals`` records the waits, and
+    ``steps`` finds dead processes of this worker, ``arrivals`` records the waits, and
     ``state.looks`` sets how often the kernel looks before it returns.
     """
 
@@ -137,13 +130,12 @@ class Waiter:
         self.slow_until = -math.inf
         # Ranks that were missing at the last look.
         self.late: list[int] = []
-        # Interval between looks for dead processes; shorter if the topology survives
-        # the loss of ranks, so that it recovers sooner.
+        # Interval between looks for dead processes; short if the topology survives the
+        # loss of ranks, for a fast recovery.
         self._look_seconds = 0.05 if topology.survives else 1.0
         self._spin = Spin()
         self._on_wire = topology.num_workers > 1
-        # True if ranks share cores: then a spinning rank keeps the awaited rank from
-        # running.
+        # True if ranks share cores: spinning then delays the awaited rank.
         self._shares_cores = topology.worker_comm.size > topology.num_cores
         # Number of times a caller looks before it calls `wait`.
         self.quick_looks = 1 if self._shares_cores else _QUICK_LOOKS
@@ -223,8 +215,8 @@ class Waiter:
     def check_limit(self, waiting: Waiting) -> None:
         """Raise CollectiveError if a wait has taken longer than its limit.
 
-        If late ranks have announced that they are slow, the limit counts from the end
-        of that time.
+        If the call has no limit of its own, time for which ranks have announced that
+        they are slow does not count.
         """
         now, limit = time.monotonic(), self.limit_seconds
         advice = "see what they do, or raise "

@@ -3,10 +3,10 @@
 The ranks of a worker compare their records in its shared segment. The first rank of
 each worker then exchanges headers with the other workers by the dissemination of Bruck
 et al. (doi:10.1109/71.642949). In step ``k`` it sends one header, on behalf of itself
-and the ``2**k - 1`` workers after it, to the worker ``2**k`` before it. So each of
-``p`` workers knows the headers of all workers after ``ceil(log2(p))`` messages. Then
-one more step in the segment reports the result to the worker's ranks. Both steps in the
-segment order memory, see `hpcstrat.engine.channel.headers`.
+and the ``2**k - 1`` workers after it, to the worker that is ``2**k`` places before it.
+So each of ``p`` workers knows the headers of all workers after ``ceil(log2(p))``
+messages. Then one more step in the segment reports the result to the worker's ranks.
+Both steps in the segment order memory, see `hpcstrat.engine.channel.headers`.
 
 A message begins with the header. The values of a small reduction follow the header, so
 that they need no exchange of their own. Values that are larger than `EAGER_BYTES` are
@@ -49,17 +49,15 @@ _DELAY_BYTES = 16 << 10
 # values are faster in pieces: one piece is sent while the ranks add another.
 _MOST_DELAYS = 16
 _ALIGNMENT_BYTES = 16
-# The lowest 8 bits of a header's last number are flags; its other bits are the size in
-# bytes of the values that follow the header.
+# The last number of a header has the flags in its lowest 8 bits, and above them the
+# size in bytes of the values that follow the header.
 _FLAG_BITS = 8
 
-# Requests are kept for at most this many different sizes of values, because a program
-# may use new sizes all the time.
+# Requests are kept for at most this many different sizes of values.
 _MOST_KEPT = 256
 
-# Requests of one step: the send of the header with the first values, the sends of
-# further values, and the receives of further values. The requests are persistent,
-# because making new requests takes twice as long.
+# Persistent requests of one step (new requests take twice as long): the send of the
+# header with the first values, and the sends and the receives of further values.
 _Requests = tuple[Any, Sequence[Any], Sequence[Any]]
 
 # Objects with buffers to which MPI may still write; never freed.
@@ -69,12 +67,11 @@ _left: list[Any] = []
 def room_bytes(num_workers: int, *, narrows: bool = False) -> int:
     """Return the largest size in bytes of a worker's values that a header carries.
 
-    If values are sent in headers, a rank receives ``p - 1`` times their bytes. If they
-    are sent in parts, see `collectives.exchanged`, it receives ``2 (p - 1) / p`` times
-    their bytes, but in two more exchanges, each of which takes as long as sending
-    ``_DELAY_BYTES``. Up to the returned size, headers are faster. ``narrows`` says that
-    parts are sent in half as many bytes, by ``wire_dtype``; values in headers are sent
-    in full.
+    Up to this size, headers are faster than parts (`collectives.exchanged`). By
+    headers, a rank receives ``p - 1`` times the bytes of the values. By parts, it
+    receives ``2 (p - 1) / p`` times these bytes, or half of that if ``wire_dtype``
+    ``narrows`` parts, but in two more exchanges, each as long as sending
+    ``_DELAY_BYTES``.
     """
     delays = float(_MOST_DELAYS)
     if narrows:
@@ -117,7 +114,6 @@ class WireHeaders(Waitable):
         # Memory for the sum of all workers' values.
         self.total = np.zeros(room if leads else 0, np.uint8)
         self._header: Any = self.out.data[:HEADER_BYTES]
-        # A copy by ``tobytes`` is compared much faster than the memoryview itself.
         self._reads = [came.data[:HEADER_BYTES].tobytes for came in self.came]
         self._receives = [
             comm.Recv_init(came, source, _TAG)
@@ -165,15 +161,14 @@ class WireHeaders(Waitable):
         nbytes = 0 if load is None else load.nbytes
         own = _HEADER.pack(sequence, run, digest, flags | nbytes << _FLAG_BITS)
         self._done, self._same = False, True
-        # If the header has a flag, the values are not added now (``finishes`` is
-        # false): all ranks will post the call's header again, with the same values.
+        # If the header has a flag, do not add the values now (``finishes`` is false):
+        # all ranks will post the call's header again, with the same values.
         if self.alone:
             self._steps = self._compare_across(own, load, finishes=not flags)
             next(self._steps, None)
         else:
             self._steps = self._compare_in_worker(own, load, finishes=not flags)
-            # Compare the rings' next places only inside the worker, because each worker
-            # has its own rings.
+            # Each worker has its own rings: compare their next places only inside it.
             self._segment.post(run, digest ^ self._rings.next, flags)
 
     def agreed(self) -> bool:
@@ -219,9 +214,9 @@ class WireHeaders(Waitable):
                 yield
             header = self._reads[step]()
             if not self._same or header != own:
-                # From now on this rank sends a header that reports the difference. This
-                # rank must still receive the values that follow the received header,
-                # because the receives of the next call would get them.
+                # From now on this rank sends a header that reports the difference. It
+                # must still receive the values that follow the received header: if not,
+                # they would arrive in the receives of the next call.
                 self._same, load, requests = False, None, self._requests_for(0)
                 self._header[:] = _DIFFERENT
                 nbytes = max(0, _HEADER.unpack(header)[-1] >> _FLAG_BITS)

@@ -6,8 +6,7 @@ sends and receives ``2 (p - 1) / p`` times the bytes of its values, the minimum 
 ``p`` ranks (Patarasuk and Yuan, doi:10.1016/j.jpdc.2008.09.002), in two messages to
 each other rank (the pairwise exchange of Thakur, Rabenseifner and Gropp,
 doi:10.1177/1094342005051521). The result has the same bits on all ranks. Several sums
-are under way at the same time, see `hpcstrat.engine.collectives.pipeline`, so that the
-network is busy while the ranks add.
+are under way at the same time, see `hpcstrat.engine.collectives.pipeline`.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ FEW_EXCHANGING = 4
 """Up to this number of ranks, parts of any size are exchanged."""
 
 # Pairs ``(p, nbytes)``: up to ``p`` ranks exchange parts of at least ``nbytes`` bytes.
-# MPI's allreduce sends ``2 log2(p)`` messages per rank instead of ``2 (p - 1)``, but
-# one after the other: each takes as long as five messages that are sent together.
+# MPI's allreduce sends only ``2 log2(p)`` messages per rank, but one after the other:
+# each takes as long as five messages that are sent together.
 _LEAST_PART_BYTES = ((16, 4 << 10), (MOST_EXCHANGING, 16 << 10))
 _PARTS_TAG, _SUMS_TAG = 31, 37
 _EXPONENT_BYTES = 8
@@ -69,9 +68,9 @@ _TOP_EXPONENT = 15
 def reduce_by_mpi(work: Work, channel: Channel) -> WaitSteps:
     """Sum by the allreduce of the MPI library, one call for each run of a piece.
 
-    Collective over ``topology.replica_comm``. Large arrays are cut into pieces, because
-    beyond a few MiB Open MPI no longer works in the cache, and because older MPI
-    libraries accept no count past 2**31 - 1.
+    Collective over ``topology.replica_comm``. Arrays are cut into pieces, because Open
+    MPI no longer works in the cache beyond a few MiB, and older MPI libraries accept no
+    count past 2**31 - 1.
     """
     comm = channel.interruptible(channel.topology.replica_comm)
     yield HEADER
@@ -97,8 +96,8 @@ def _reduce_run(
     index, start, stop, _ = run.spans[0]
     source, result = work.sources[index], work.results[index]
     if len(run.spans) == 1 and source.dtype == run.dtype == result.dtype:
-        # Use the result's dtype for both: NumPy's C long and C long long may be equal,
-        # but their MPI datatypes always differ.
+        # View the values in the result's dtype: NumPy's C long and C long long may be
+        # equal, but their MPI datatypes always differ.
         total = result[start:stop]
         values = source[start:stop].view(total.dtype)
         yield from sum_over(values, total, comm, work.divisor)
@@ -112,7 +111,7 @@ def _reduce_run(
 
 
 def exchanges(nbytes: int, size: int) -> bool:
-    """Return whether ranks sum ``nbytes`` by exchanging parts; if not, by MPI."""
+    """Return whether ``size`` ranks sum ``nbytes`` by exchanging parts, not by MPI."""
     if size <= FEW_EXCHANGING:
         return True
     least = (part for most, part in _LEAST_PART_BYTES if size <= most)
@@ -124,9 +123,9 @@ def _sum_by_mpi(
 ) -> WaitSteps:
     """Sum arrays by MPI's allreduce, and divide the sum by ``divisor``.
 
-    The values are copied first if ``total`` overlaps with them, because Open MPI's
-    in-place allreduce is slow: it sends all data up and down a tree of the ranks,
-    while the allreduce of two buffers lets each rank sum a part.
+    If the arrays overlap, the values are copied first, because Open MPI's in-place
+    allreduce is slow: it sends all data up and down a tree of the ranks, while with two
+    buffers each rank sums a part.
     """
     if np.may_share_memory(values, total):
         values = values.copy()
@@ -156,7 +155,7 @@ def exchanged_sum(
         _PARTS_TAG,
     )
     terms = [values[spans[me]] if rank == me else came[rank] for rank in range(size)]
-    # The third argument is a received part, which is overwritten by partial sums.
+    # Partial sums overwrite a received part, which is the third argument.
     add_in_order(terms, own, terms[1 if me == 0 else 0])
     divide(own, divisor)
     comm.give_room(room)
@@ -186,11 +185,11 @@ def rounded_sum(
 
     Collective over ``comm``. The values of each message are scaled by a power of two,
     so that the largest of them is just below 2**15. The sums are computed in the dtype
-    of the values. Numbers are rounded twice: values in the message to the rank that
-    adds, and sums in the message that returns them. In each step, the error of a value
-    ``x`` of a part whose largest value is ``M`` is at most ``u |x| + 2**-39 M``, where
-    ``u`` is 2**-11 for float16 and 2**-8 for bfloat16: half a unit in the last place,
-    or half of float16's smallest subnormal number.
+    of the values. Numbers are rounded twice: values on the way to the rank that adds,
+    and sums on the way back. In each step, the error of a value ``x`` of a part whose
+    largest value is ``M`` is at most ``u |x| + 2**-39 M``, where ``u`` is 2**-11 for
+    float16 and 2**-8 for bfloat16: half a unit in the last place, or half of float16's
+    smallest subnormal number.
     """
     me, (spans, others) = comm.rank, _parts(values.size, comm)
     parts = [values[span] for span in spans]
@@ -200,7 +199,7 @@ def rounded_sum(
     yield comm.start(sent, came, _PARTS_TAG)
     total = np.zeros_like(parts[me])
     for rank in range(comm.size):
-        # This rank's own values are not rounded, and are added in rank order, too.
+        # This rank's own values are added without rounding.
         term = parts[me] if rank == me else _decoded(came[rank], values, wire_dtype)
         call_without_fp_warnings(np.add, total, term, total)
     own = _encoded(total, wire_dtype)
@@ -220,8 +219,7 @@ def _encoded(values: Array, wire_dtype: np.dtype[Any]) -> Array:
     if not np.isfinite(largest):
         largest = magnitudes.max(initial=0, where=np.isfinite(magnitudes))
     exponent = _TOP_EXPONENT - int(np.frexp(largest)[1]) if largest else 0
-    # ``fast`` tells the receiver that all values are finite, so that it can decode them
-    # without a check for NaN.
+    # ``fast``: all values are finite, so that the receiver need not look for NaN.
     message[:_EXPONENT_BYTES].view(np.int32)[:] = exponent, fast
     out = message[_EXPONENT_BYTES:]
     if fast:

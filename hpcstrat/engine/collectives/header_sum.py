@@ -24,8 +24,7 @@ __all__ = ["IN_HEADER", "HeaderSum", "fits_header", "header_bytes"]
 IN_HEADER = "in the header of the call"
 """Description of a sum in the header, for `Choice.how`."""
 
-# The size of values in a header is a multiple of this number, the alignment of long
-# doubles.
+# The size of values in a header is a multiple of a long double's alignment.
 _ALIGNMENT_BYTES = 16
 
 # For each array: its index, a view for its values, a view of its sum, and whether it
@@ -34,7 +33,7 @@ _Views = list[tuple[int, Array, Array, bool]]
 
 
 def header_bytes(piece: Piece) -> int:
-    """Return the number of bytes per worker of a piece's values in a header."""
+    """Return the bytes that one worker's values of a piece occupy in a header."""
     used = max((run.start + run.size) * run.dtype.itemsize for run in piece)
     return used + -used % _ALIGNMENT_BYTES
 
@@ -66,16 +65,15 @@ class HeaderSum(Plan):
         # For each step of the header: destination and source of the received values
         # that later steps send on.
         self._copies: list[tuple[Array, Array]] = []
-        # For each run: this worker's values, and the list of all workers' values in the
-        # order of the workers.
+        # For each run: this worker's values, and all workers' values in worker order.
         self._blocks: list[tuple[Array, list[Array]]] = []
         if self._rank == 0:
             self._make_blocks(self.nbytes)
         # For each run: the values of the worker's ranks, and the sum of all workers.
         self._rows: list[list[Array]] = []
         self._totals: list[Array] = []
-        # The views for a worker of one rank are made only once, because its values are
-        # always at the same address; None for other workers.
+        # The views of a worker of one rank, whose values are always at the same
+        # address; None for other workers.
         self._views: _Views | None = None
         if channel.wire.alone:
             self._totals = [_part(channel.wire.total, run) for run in piece]
@@ -92,7 +90,7 @@ class HeaderSum(Plan):
             behind = headers.out[HEADER_BYTES + (nbytes << step) :]
             self._copies.append((behind[:used], came[HEADER_BYTES:][:used]))
             blocks[1 << step :] = _cut(came, count, nbytes)
-        # ``blocks`` begin with this worker's values, then the next worker's, and so on.
+        # ``blocks`` has this worker's values first, then the next worker's, and so on.
         me, size = headers.worker, headers.num_workers
         in_order = [blocks[(worker - me) % size] for worker in range(size)]
         for run in self._piece:

@@ -31,8 +31,7 @@ __all__ = ["KernelSum", "kernel_codes"]
 # The kernel allocates results below this size; larger results use recycled memory.
 _SMALL_BYTES = 32 << 10
 
-# Return codes of the kernel: the call is done, a rank's header is missing, a rank's
-# step is missing, the headers differ, the steps differ.
+# Return codes of the kernel.
 _DONE, _HEADER_AWAITED, _STEP_AWAITED, _DIFFERS, _STEP_DIFFERS = range(5)
 
 
@@ -82,8 +81,7 @@ class KernelSum(Plan):
         """Make the whole call in the kernel if possible, see `Plan.repeat`."""
         channel: Any = self.channel
         if channel.pending:
-            # End the started calls first: their headers were posted before, and their
-            # data use the same rings.
+            # End the started calls first: their data use the same rings.
             channel.pending.drain()
         if not channel.may_repeat():
             return None

@@ -3,8 +3,8 @@
 Each rank sums one segment of all ranks' arrays, and writes the sums into all arrays.
 The result has the same bits as the sum through shared memory, which takes three times
 as long for large arrays, because that sum copies the arrays into places and out of
-places. Only a rank itself knows whether its array lies in an area. So each rank
-describes its area in the shared segment before the header, and all ranks read the same
+places. Because only a rank itself knows whether its array lies in an area, each rank
+describes its area in the shared segment before the header, and all ranks read these
 descriptions. All ranks then map the new areas; if an array is in no area, or a rank
 cannot map one, all ranks use the sum through shared memory.
 """
@@ -38,11 +38,10 @@ LEAST_MAPPED_BYTES = 512 << 10
 # that its rank offers for mapping.
 _NONE, _MAPPED, _OFFERED = range(3)
 # Columns of the row of integers that describes a rank's array: state, number of its
-# area, lowest area number that the rank still has, then process, file descriptor, size,
-# device and inode of the area.
+# area, lowest area number of the rank, then the area's process, file descriptor, size,
+# device and inode.
 _STATE, _NUMBER, _FIRST, _PROCESS, _DESCRIPTOR, _NBYTES, _DEVICE, _INODE = range(8)
-# A rank sums this many bytes in its cache before it writes the sums to the other
-# arrays.
+# A rank sums this many bytes, in its cache, before it writes them to all arrays.
 _PIECE_BYTES = 256 << 10
 
 
@@ -70,8 +69,7 @@ class MappedMemory:
         self._number = 0
         # Mapped areas of the other ranks, by rank and number.
         self._others: dict[tuple[int, int], Array] = {}
-        # True once mapping an area has failed, as it does between containers. From then
-        # on no area is used.
+        # True once mapping an area has failed, as between containers: no area is used.
         self.off = False
 
     def offer(
@@ -119,7 +117,7 @@ class MappedMemory:
         return True
 
     def conclude(self, array: Array, *, all_mapped: bool) -> None:
-        """Note that all ranks mapped this rank's area; if not, stop using all areas."""
+        """Mark this rank's area as mapped by all ranks, or stop using all areas."""
         if all_mapped:
             self._own[array.ctypes.data].mapped = True
         else:
@@ -156,8 +154,7 @@ def reduce_in_mapped_memory(
 ) -> WaitSteps:
     """Sum in place if every rank's array lies in an area; if not, sum as ``usual``.
 
-    Collective over ``topology.worker_comm``, which has all replicas. ``work`` has a
-    single array.
+    Collective over ``topology.worker_comm``, of all replicas. ``work`` has one array.
     """
     comm, call = channel.topology.worker_comm, work.call
     (own,), (result,), me = work.sources, work.results, comm.rank

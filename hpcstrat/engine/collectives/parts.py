@@ -33,8 +33,7 @@ _TAG = 23
 _PIECE_BYTES = 512 << 10
 
 _Piece = TypeVar("_Piece")
-# Combines a piece of this replica's part with the other replicas' values, in the order
-# of the replicas.
+# Combines a piece of this replica's part with the other replicas' values, in order.
 _Combine = Callable[[slice, list[Array]], None]
 
 
@@ -291,9 +290,9 @@ def all_to_all(
 ) -> WaitSteps:
     """Send one part to each replica, and receive one part from each replica.
 
-    Collective over ``topology.replica_comm``. An array of ``receives`` must not overlap
-    with an array of ``sends``; only the part that this replica sends to itself may be
-    the same memory in both.
+    Collective over ``topology.replica_comm``. Arrays of ``receives`` and ``sends`` must
+    not overlap, but the part that this replica sends to itself may be the same memory
+    in both.
     """
     if begins:
         yield HEADER

@@ -16,8 +16,7 @@ class _Flow(Waitable):
 
     def __init__(self, steps: WaitSteps, pipeline: Pipeline) -> None:
         self._steps, self._pipeline = steps, pipeline
-        # Number of steps that the algorithm has begun, and the request for which it
-        # waits now; None at its end.
+        # Number of steps begun, and the `Waitable` awaited now (None at the end).
         self.num_begun = 0
         self.awaited: Waitable | None = None
         self.begin_step()
@@ -36,8 +35,8 @@ class Pipeline:
     """Runs several algorithms together, each with the same steps on all ranks.
 
     An algorithm begins its step ``n`` only after all earlier algorithms have begun
-    their step ``n``. So messages of one kind are in the same order on all ranks, even
-    if some ranks are faster.
+    their step ``n``. So messages with the same tag are started in the same order on all
+    ranks, even if some ranks are faster.
     """
 
     def __init__(self) -> None:

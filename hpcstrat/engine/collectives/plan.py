@@ -58,8 +58,8 @@ def is_plain(array: Array) -> bool:
 class Plan:
     """A reduction of arrays with given shapes and dtypes by an algorithm.
 
-    ``choice`` is None if no data are sent: for a single replica, whose ``channel`` is
-    None, and for arrays without elements. `run` and `steps` are collective over
+    ``choice`` is None if no data are sent: for a single replica, which has no
+    ``channel``, and for arrays without elements. `run` and `steps` are collective over
     ``topology.replica_comm``. ``in_mapped_memory``, if given, wraps the algorithm if
     the caller waits for the end.
     """
@@ -171,5 +171,4 @@ class Plan:
         if len(some) <= _MOST_KEPT_PIECES:
             self._pieces = some
             return some
-        # Do not keep the pieces of huge arrays; each call computes them again.
         return pieces()

@@ -30,9 +30,8 @@ def reduce_to_one(
     one call of ``accumulate`` sees all values of one dtype. ``accumulate`` is called
     with a list of one flat buffer per replica, in replica order, and returns their
     element-wise combination, of shape (n,); if it is None, the buffers are summed. To
-    sum, the root holds one received buffer at a time; for ``accumulate``, it holds all
-    buffers. Raises ValueError on every rank if ``accumulate`` raises or returns another
-    shape.
+    sum, the root holds one buffer at a time; for ``accumulate``, all buffers. Raises
+    ValueError on every rank if ``accumulate`` raises or returns another shape.
     """
     comm = channel.interruptible(channel.topology.replica_comm)
     (piece,) = work.pieces
@@ -63,8 +62,7 @@ def _reduce(
                 add_in_order([total, part], total)
             flat[:] = total
         else:
-            # Receive all buffers before user code runs, so that an error of the user
-            # code leaves no message unreceived.
+            # Receive all buffers first, because the user code may raise.
             held = [part.copy() for part in parts]
             try:
                 result = np.asarray(accumulate(held))

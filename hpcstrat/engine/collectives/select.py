@@ -41,8 +41,8 @@ __all__ = [
     "wire_type",
 ]
 
-# Piece size for two ranks, and for more ranks: large enough that Python's overhead per
-# piece is small, and small enough for the cache.
+# Piece size for two ranks, and for more ranks: so large that Python's overhead per
+# piece is small, but small enough for the cache.
 DIRECT_PIECE_BYTES = 512 << 10
 SCATTERED_PIECE_BYTES = 256 << 10
 # With at most this number of ranks, each rank adds all values of a small call itself. A
@@ -53,10 +53,11 @@ SMALL_BYTES = 128 << 10
 # With more than MOST_DIRECT_RANKS ranks, calls of at least this number of bytes times
 # the number of ranks use shared memory, and smaller calls use MPI's allreduce.
 FROM_BYTES_PER_RANK = 1 << 10
-# The first rank of a worker adds values for the header only if the values of all the
-# worker's replicas together have at most this size.
+# The first rank of a worker adds values for the header only if the values of all its
+# replicas together have at most this size.
 GATHERED_BYTES = 256 << 10
-# Calls of at least this size are reduced inside each worker, and then between workers.
+# With more than FEW_EXCHANGING workers, calls of at least this size are reduced inside
+# each worker, and then between the workers.
 HIERARCHICAL_FROM_BYTES = 16 << 10
 _MOST_EXCHANGED_BYTES = 8 << 20
 # An exchange of parts has at least this number of pieces, with parts of at least this
@@ -81,8 +82,8 @@ def select(nbytes: int, topology: Topology, options: CommunicationOptions) -> Ch
         most = min(room, GATHERED_BYTES // each)
         return replace(choice, small=nbytes <= most)
     choice = shared_memory(nbytes, topology, options)
-    # The condition is always true for at most MOST_DIRECT_RANKS ranks, so that their
-    # values are always added in replica order.
+    # With the default piece size, this is true for all calls of up to MOST_DIRECT_RANKS
+    # ranks, so that their values are added in replica order.
     if choice.small or nbytes >= topology.worker_comm.size * FROM_BYTES_PER_RANK:
         return choice
     return by_mpi(nbytes, topology, options)
@@ -93,8 +94,7 @@ def _between_workers(
 ) -> Choice:
     if options.wire_dtype is not None:
         return hierarchical(nbytes, topology, options)
-    # The choices below make sure that up to FEW_EXCHANGING workers, values are always
-    # added in the order of the workers.
+    # Up to FEW_EXCHANGING workers, the values are always added in the workers' order.
     workers = topology.num_workers
     if workers < topology.num_replicas:
         if workers <= FEW_EXCHANGING or nbytes >= HIERARCHICAL_FROM_BYTES:

@@ -55,8 +55,8 @@ def reduce_in_memory(
     Collective over ``topology.replica_comm``. If ``wire_dtype`` is given (``float16``,
     or ``bfloat16`` of ml_dtypes), float32 and float64 values are rounded to it in
     messages between workers. With several workers, a piece is at most half of the
-    largest place, because four pieces are in use at the same time (one of them may
-    still be copied out by other ranks).
+    largest place, because four pieces are in use at the same time: other ranks may
+    still copy the oldest piece out.
     """
     topology, places = channel.topology, channel.rings
     me, movers = topology.worker_comm.rank, topology.smallest_worker
@@ -81,9 +81,9 @@ def reduce_in_memory(
                 steps = _over_workers(run, sums, work, channel, wire_dtype)
                 flows.append(pipeline.begin(steps))
         behind.append((piece, place, own, flows))
-        # With several workers, a piece ends only after the next piece has begun, so
-        # that messages of both are on the network. With one worker, a piece ends
-        # immediately, while its values are in the cache.
+        # With several workers, end a piece only after the next piece has begun, so that
+        # messages of both are on the network. With one worker, end it immediately,
+        # while its values are in the cache.
         num_stay = int(crosses and bool(following))
         ended = [behind.popleft() for _ in range(len(behind) - num_stay)]
         for _, _, segments, its_flows in ended:
@@ -128,7 +128,7 @@ def _over_workers(
 ) -> WaitSteps:
     """Sum a segment in place over the ranks of the same position in all workers."""
     comm = channel.interruptible(channel.topology.cross_worker_comm)
-    # For a mean, integers are summed in float64: send these sums without rounding, too.
+    # For a mean, integers are summed in float64: do not round these sums either.
     source = work.sources[run.spans[0][0]].dtype
     exact = source.kind in "iu" or segment.dtype.char not in "fd"
     if wire_dtype is None or exact:

@@ -48,9 +48,8 @@ def write_between(write: Callable[[], None], call: Call, channel: Channel) -> Wa
 class SegmentPool:
     """Shared memory of a worker's ranks, allocated in the same order on all ranks.
 
-    Memory is freed when the last array that refers to it is deleted. Large arrays have
-    a segment of their own. Small arrays share segments, because each segment costs a
-    file descriptor.
+    Memory is freed with the last array that refers to it. Large arrays have a segment
+    of their own. Small arrays share segments: each segment costs a file descriptor.
     """
 
     def __init__(self) -> None:
@@ -92,8 +91,7 @@ def lay_out(
     """Allocate shared memory in each worker, and write replica 0's value there.
 
     Collective over ``topology.replica_comm``. The new array, of the value's shape, is
-    appended to ``made``. If ``sends`` is false, nothing is sent, and every replica must
-    have the same value.
+    appended to ``made``. If ``sends`` is false, all replicas must have the same value.
     """
     topology = channel.topology
     yield HEADER
@@ -126,9 +124,8 @@ def reduce_slices(
     """Sum run ``r`` of each piece over the replicas, on rank ``r`` of each worker.
 
     Collective over ``topology.replica_comm``. The values are added in the order of a
-    worker's ranks, and then in the order of the workers, like in
-    `hpcstrat.engine.collectives.shared_memory`. If ``divisor`` is not 0, the sums are
-    divided by it.
+    worker's ranks, and then in the order of the workers, as in
+    `hpcstrat.engine.collectives.shared_memory`. No division if ``divisor`` is 0.
     """
     topology, rows = channel.topology, channel.rings.rows
     me = topology.worker_comm.rank

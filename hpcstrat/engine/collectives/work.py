@@ -1,7 +1,7 @@
 """The work of one reduction, with the copies and sums that all algorithms share.
 
-An algorithm is a generator, see `hpcstrat.engine.channel.waitable`. An algorithm sums
-every element over the replicas, divides the sums for a mean, and writes them into the
+An algorithm is a generator, see `hpcstrat.engine.channel.waitable`. It sums every
+element over the replicas, divides the sums for a mean, and writes them into the
 results, which may be the memory of the sources.
 """
 
@@ -127,8 +127,7 @@ def segment_of(
 ) -> tuple[int, int]:
     """Return the first element of segment ``number`` of an array, and its end.
 
-    Each of the ``of`` segments consists of whole cache lines, so that no two ranks
-    write to the same cache line.
+    Segments consist of whole cache lines, so that no two ranks write to one line.
     """
     line = _CACHE_LINE_BYTES // dtype.itemsize
     length = -(-size // (of * line)) * line

@@ -1,9 +1,9 @@
 """Compiled C modules of the library, and functions that load them if they were built.
 
-``kernel.c`` sums inside a worker, ``reader.c`` reads rows of files, ``update_rules.c``
-has the update rules of optimizers. The modules are built when the package is installed,
-see ``packaging/build_kernel.py``. If there was no compiler, NumPy and Python do the
-same work more slowly, with the same bits.
+``kernel.c`` sums inside a worker, ``reader.c`` reads rows of files, and
+``update_rules.c`` has the update rules of optimizers. The modules are built when the
+package is installed, see ``packaging/build_kernel.py``. If there was no compiler, NumPy
+and Python do the same work more slowly, with the same bits.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 /* Sums over the ranks of one worker, through memory that they share.
  *
  * A `Kernel` refers to the shared segment: two records per rank, used in turn, and after the
- * records a ring for each rank. A `Sum` is one kind of call: it copies this rank's values into the
- * ring, posts the header, adds the values of all ranks in rank order, and writes the results, piece
- * by piece. The next piece is copied into the ring while the present piece is added.
+ * records a ring for each rank. A `Sum` makes calls of one kind: it copies this rank's values into
+ * the ring, posts the header, adds the values of all ranks in rank order, and writes the results,
+ * piece by piece. The next piece is copied into the ring while the present piece is added.
  *
- * Every wait in this file is bounded. The return code of a call says for what the call still waits.
- * Python code then waits in its own loop, which handles signals and notices dead processes, and
- * calls `go_on`. Places and records are those of hpcstrat/engine/channel/shared_rings.py and
- * hpcstrat/engine/channel/headers.py. This file does not use MPI.
+ * Every wait in this file is bounded. If a record is still missing, the call returns a code. Python
+ * code then waits for it in a loop that handles signals and notices dead processes, and calls
+ * `go_on`. hpcstrat/engine/channel/shared_rings.py and hpcstrat/engine/channel/headers.py describe
+ * the places and the records. This file does not use MPI.
  */
 #define Py_LIMITED_API 0x030b0000
 #define PY_SSIZE_T_CLEAN
@@ -31,24 +31,22 @@ enum { CHUNK = 8 << 10, UNLOCKED_FROM = 16 << 10 };
 
 /* ---- Copies --------------------------------------------------------------------------- */
 
-/* Forms of a call: whether copies into places, and copies of results, bypass the cache. Which form
- * is fastest depends on the cores of the ranks, which may change. So each rank tries all forms, and
- * repeats that from time to time, and uses the fastest form. Other ranks see the same values with
- * each form. */
+/* Forms of a call: whether copies into places, and copies of results, bypass the cache. The fastest
+ * form depends on the cores of the ranks, which may change. So each rank tries all forms, repeats
+ * these trials from time to time, and uses the fastest form. All forms write the same values. */
 enum { PLAIN, STREAM_PLACES, STREAM_RESULTS, NUM_FORMS = 4, STREAM_FROM = 64 << 10 };
 enum { BETWEEN_TRIALS = 64, ODD_CALLS = 6, MOST_PATIENCE = 6, LONG_FROM = 8 << 20 };
 
 typedef struct {
     double seconds[NUM_FORMS];
-    /* Number of calls; of successive calls with an odd time; of requests for new trials. */
+    /* Number of calls; of successive calls with an unusual time; of requests for new trials. */
     unsigned calls, odd, patience;
     int last;
 } trials;
 
-/* Return the number of calls in which all forms are tried at first. A trial of a form takes two
- * calls, because the time of the first call depends on where the previous form left the cache
- * lines; for a `lengthy` call this effect is small, and one call is enough. Short calls try each
- * form twice. */
+/* Return the number of calls that try all forms at first. A trial of a form takes two calls,
+ * because the time of the first depends on where the previous form left the cache lines. In a
+ * `lengthy` call this effect is small, and one call is enough. Short calls try each form twice. */
 static unsigned first_trials(int lengthy) { return lengthy ? NUM_FORMS : 4 * NUM_FORMS; }
 
 static int next_form(trials *of, int lengthy) {
@@ -70,7 +68,7 @@ static int learn(trials *of, int form, double seconds, int lengthy) {
     of->last = form;
     if (*known == 0 || (begins && seconds < *known)) *known = seconds;
     if (!counts || begins) return 0;
-    /* One odd time may have other causes; several in a row show a change. */
+    /* One unusual time may have other causes; several in a row show a change. */
     int odd = seconds > 1.2 * *known || seconds < *known / 1.2;
     of->odd = odd ? of->odd + 1 : 0;
     *known += (seconds - *known) / (odd ? 32 : 8);
@@ -135,8 +133,8 @@ static void post(kernel *k, int64_t run, uint64_t digest, uint64_t flags) {
     atomic_store_explicit(&own->tick, k->tick, memory_order_release);
 }
 
-/* Compare the records of all ranks with this rank's: return DONE if they are equal, STEP_AWAITED
- * if some are missing, or DIFFERS. */
+/* Compare all ranks' records with this rank's: return DONE if they are equal, STEP_AWAITED if some
+ * are missing, or DIFFERS if they differ. */
 static int look(const kernel *k) {
     record *all = k->records + (k->tick & 1) * (size_t)k->size;
     for (int rank = 0; rank < k->size; rank++)
@@ -155,7 +153,7 @@ static int is_free(const kernel *k) {
     return !k->attention && (!k->thread || k->thread == PyThread_get_thread_ident());
 }
 
-/* Begin a new round of trials if any rank requests it, because ranks have moved to other cores. */
+/* Begin a new round of trials if any rank requests it, after ranks have moved to other cores. */
 static void agree_on_trials(kernel *k) {
     record *all = k->records + (k->tick & 1) * (size_t)k->size;
     uint64_t most = 0;

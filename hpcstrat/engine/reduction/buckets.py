@@ -3,9 +3,9 @@
 A backward pass computes the gradients of the last layers first. Between workers, the
 sums of these gradients can be sent while the pass continues. The sums are sent in
 buckets: large enough to be worth a call, small enough that the first bucket is soon
-full. Ranks may compute the arrays in different orders, and may lack some arrays. So
-buckets are started in the order of a plan that is the same on all ranks, and buckets
-that are still incomplete at the end of the pass are started then.
+full. Ranks may compute the arrays in different orders, or lack some. So buckets are
+started in the order of a plan that is the same on all ranks, and incomplete buckets are
+started at the end of the pass.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ class Buckets:
         self._missing = [set(bucket) for bucket in plan]
         self._numbers = {i: n for n, bucket in enumerate(plan) for i in bucket}
         self._started: list[PendingCall] = []
-        # Number of started buckets that have ended.
         self._num_ended = 0
 
     def __contains__(self, index: int) -> bool:
@@ -60,10 +59,7 @@ class Buckets:
         return index in self._numbers
 
     def ready(self, index: int) -> None:
-        """Mark an array as ready; start complete buckets, and advance started buckets.
-
-        If the array is in no bucket, only advance the started buckets.
-        """
+        """Mark an array as ready, start full buckets, and advance started buckets."""
         if (number := self._numbers.get(index)) is not None:
             self._missing[number].discard(index)
             for missing in self._missing[len(self._started) :]:

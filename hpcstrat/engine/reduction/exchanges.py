@@ -1,8 +1,7 @@
 """Collective calls that copy parts of arrays between replicas into existing arrays.
 
-Integrations of libraries with the same calls, like ``torch.distributed``, use this
-module. All arrays must be contiguous and in host memory. Calls that only move data
-accept any fixed-size dtype.
+Integrations of libraries such as ``torch.distributed`` use this module. All arrays must
+be contiguous and in host memory. Calls that only move data accept any fixed-size dtype.
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ class Exchanges:
     errors. Raises CollectiveError on every replica if the replicas disagree on the
     call, its root, or on shapes and dtypes, unless a method allows these to differ.
     Raises ValueError if the arrays of a replica do not fit each other; the other
-    replicas raise ReplicaError. Reductions combine the values in replica order.
+    replicas raise ReplicaError. Reductions combine the values in replica order, and
+    divide the result by a ``divisor`` other than 0, in floating point.
     """
 
     def __init__(self, collectives: ObjectCollectives) -> None:
@@ -57,8 +57,7 @@ class Exchanges:
         channel: Any = self.collectives.channel
         own = parts[self._rank]
         yield from algorithms.reduce_scatter(parts, own, function, call, channel)
-        # The gather needs no header of its own: each rank computes the part sizes from
-        # the length of the whole array.
+        # The gather needs no header, because each rank can compute all part sizes.
         yield from algorithms.all_gather(own, parts, flat, call, channel, begins=False)
 
     @collective
@@ -71,10 +70,7 @@ class Exchanges:
         *,
         divisor: int = 0,
     ) -> None:
-        """Combine the arrays of all replicas by a ufunc, in place, on the root only.
-
-        If ``divisor`` is not 0, the result is divided by it, in floating point.
-        """
+        """Combine the arrays of all replicas by a ufunc, in place, on the root only."""
         _check_function(function, array, what)
         flat, size = _flat(array), self._size
         self._check_root(root)
@@ -114,8 +110,7 @@ class Exchanges:
         """Combine part ``r`` of all replicas by a ufunc, on replica ``r``.
 
         The ``parts`` have one dtype, but may have different sizes. ``result`` receives
-        this replica's part of the results; it may be the memory of this part itself. If
-        ``divisor`` is not 0, the results are divided by it, in floating point.
+        this replica's part of the results; it may be the memory of this part itself.
         """
         _check_function(function, result, what)
         self._check_parts(parts, result, self._rank)
@@ -159,8 +154,7 @@ class Exchanges:
     ) -> None:
         """Copy replica ``r``'s array into part ``r`` on the root, for each ``r``.
 
-        The root's ``parts`` all have the size of ``own``. The other replicas' ``parts``
-        are ignored.
+        Only the root's ``parts`` are used, which must all have the size of ``own``.
         """
         self._check_root(root)
         flat, flats, size = _flat(own), None, self._size
@@ -189,8 +183,7 @@ class Exchanges:
     ) -> None:
         """Copy part ``r`` of the root into replica ``r``'s ``result``.
 
-        The root's ``parts`` all have the size of ``result``. The other replicas'
-        ``parts`` are ignored.
+        Only the root's ``parts`` are used, which must all have the size of ``result``.
         """
         self._check_root(root)
         flat, size = _flat(result), self._size
@@ -198,7 +191,7 @@ class Exchanges:
         receives = [flat if rank == root else flat[:0] for rank in range(size)]
         if self._rank == root:
             self._check_parts(parts or (), result, self._rank)
-            # Copy, because the received part may overlap with the parts to send.
+            # Copy: ``result`` may overlap with the parts to send.
             sends = [_flat(part).copy() for part in parts or ()]
             if any(part.size != flat.size for part in sends):
                 raise ValueError(
@@ -226,8 +219,8 @@ class Exchanges:
     ) -> None:
         """Send one part to each replica, and receive one part from each replica.
 
-        All parts have the same dtype. Their sizes may differ, but each replica must
-        send as many elements as the receiver expects: if not, all replicas raise
+        All parts have the same dtype. Their sizes may differ, but if a replica sends
+        another number of elements than the receiver expects, all replicas raise
         ValueError.
         """
         size = self._size

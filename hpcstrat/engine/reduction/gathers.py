@@ -46,8 +46,8 @@ class Gathers:
         arrays = [_gatherable(leaf, axis) for leaf in leaves]
         if self.collectives.channel is None:
             return unflatten(structure, [array.copy() for array in arrays])
-        # One call for arrays in host memory, then one for arrays on GPUs: the order of
-        # calls is the same on all replicas.
+        # Make the call for arrays in host memory first, then the call for arrays on
+        # GPUs, because all replicas must make them in the same order.
         for indices in by_memory(arrays):
             some = [arrays[i] for i in indices]
             call = _gather_call(what, axis, some, structure)
@@ -96,8 +96,7 @@ class Gathers:
         channel.agree(call, self.collectives.timeout_seconds)
         with channel.moving(call) as comm:
             lengths = comm.lengths([len(row) for row in rows])
-        # Allocate between two headers: the second header reports a rank that lacks
-        # memory.
+        # Allocate between two headers: the second header reports a lack of memory.
         wholes, results = self._room(rows, lengths, axis)
         channel.agree(
             describe_call(f"data of {call.text}"), self.collectives.timeout_seconds
@@ -121,8 +120,7 @@ class Gathers:
         wholes, results = list[Array](), list[Array]()
         for index, row in enumerate(rows):
             rows[index] = np.ascontiguousarray(row)
-            # MPI concatenates along the first axis; the caller moves this axis to
-            # ``axis``.
+            # MPI concatenates along the first axis, which the caller moves to ``axis``.
             shape = int(lengths[:, index].sum()), *row.shape[1:]
             whole = np.empty(shape, row.dtype)
             wholes.append(whole)
@@ -204,8 +202,8 @@ def _gather_rows(comm: Any, mine: Array, whole: Array, lengths: Array) -> None:
         byte = comm.mpi.BYTE
         comm.Allgatherv([sent, byte], [flat, sizes, byte])
         return
-    # Broadcast one rank's rows after the other, because many MPI libraries do not
-    # support displacements past 2**31 - 1 bytes.
+    # Broadcast one rank's rows after the other, because many MPI libraries support no
+    # displacements past 2**31 - 1 bytes.
     start = 0
     for root, nbytes in enumerate(sizes):
         part = flat[start : start + nbytes]

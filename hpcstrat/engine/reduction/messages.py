@@ -1,8 +1,8 @@
 """Messages from one replica to another, each with a header that gives size and dtype.
 
-Only two ranks take part, so that the channel's headers of all ranks cannot compare the
-send with the receive. Instead the sender sends size and dtype ahead of the data, and
-the receiver compares this size and dtype with its own array before it uses the data.
+Only two ranks take part, so the channel's headers, which all ranks post, cannot compare
+the send with the receive. Instead the sender sends size and dtype ahead of the data,
+and the receiver compares them with its own array before it uses the data.
 
 The receives of the data are started before the header has arrived, because the sender
 may wait until all of its data is received. Each receive buffer must be large enough for
@@ -33,9 +33,8 @@ from hpcstrat.errors import CollectiveError
 __all__ = ["Messages", "Transfer"]
 
 _HEADER_BYTES = 256
-# Sizes of the first six parts of a message; later parts are as long as the sixth. With
-# these sizes, a short message needs little extra memory, and a long message has few
-# parts.
+# Sizes of the first six parts of a message, and of all later parts: a short message
+# needs little extra memory, and a long message has few parts.
 _PART_BYTES = tuple((32 << 10) * 2**number for number in range(6))
 # MPI tags for each tag of the program: one for the header, one for each part length.
 _NUM_TAGS = 1 + len(_PART_BYTES)
@@ -74,9 +73,8 @@ class Transfer:
     def wait(self) -> None:
         """Wait until the message is complete; not collective.
 
-        Raises CollectiveError if the other rank's message has another size or dtype
-        (this error ends all calls of all ranks), or if another rank has ended all
-        calls.
+        Raises CollectiveError if another rank has ended all calls, or if the other
+        rank's message has another size or dtype (which ends all calls of all ranks).
         """
         if self._awaited is None:
             return
@@ -227,8 +225,8 @@ def _received(
     room: Array,
 ) -> WaitSteps:
     """Wait for a header and its data; copy the last part from ``room`` to ``rest``."""
-    # Compare earlier headers first: parts of an earlier, longer message may have been
-    # received into the buffers of this message.
+    # Compare earlier headers first: parts of an earlier, longer message may have
+    # arrived in the buffers of this message.
     while not expected.compared:
         first = queue[0]
         yield first.message

@@ -25,7 +25,6 @@ class ObjectCollectives:
         # Seconds that each call waits for late ranks.
         self.timeout_seconds = timeout_seconds
         self.channel: Channel | ClosedChannel | None = channel
-        # Number of replicas.
         self.size = 1 if channel is None else channel.topology.num_replicas
 
     @property
@@ -66,8 +65,8 @@ class ObjectCollectives:
         """Return a context manager for an exchange of data that follows a barrier.
 
         The value of ``as`` is an InterruptibleComm of all replicas, or None for a
-        single replica. After an error inside the block no further call can be made,
-        because the other replicas still wait in this call.
+        single replica. An error inside the block prevents all further calls, see
+        `Channel.moving`.
         """
         if isinstance(self.channel, Channel):
             return self.channel.moving(describe_call(what))
@@ -98,9 +97,8 @@ class ObjectCollectives:
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         """Return the Python objects of all replicas, in replica order, on each replica.
 
-        Collective over ``topology.replica_comm``. If a rank cannot pickle or unpickle
-        an object, it raises the error of pickle, and the other ranks raise
-        ReplicaError.
+        Collective over ``topology.replica_comm``. A rank that cannot pickle or unpickle
+        an object raises pickle's error, and the other ranks raise ReplicaError.
         """
         if self.channel is None:
             return [value]
@@ -123,8 +121,7 @@ class ObjectCollectives:
     def fail(self, what: str, error: BaseException) -> None:
         """Let the other replicas raise at their next call; the caller raises ``error``.
 
-        Collective over ``topology.replica_comm``: the other ranks' next call is matched
-        with this report.
+        Collective over ``topology.replica_comm``: matches the other ranks' next call.
         """
         if self.channel is not None:
             self.channel.failures.fail(what, error)
@@ -133,9 +130,9 @@ class ObjectCollectives:
     def all_raise(self, what: str) -> Iterator[None]:
         """Make the other replicas raise, too, if an Exception leaves this block.
 
-        The report is matched with the other ranks' next call, as in `fail`. The
-        `collective` decorator reports errors before an entry's first header in the same
-        way; this block is for errors after that header.
+        As in `fail`, the report matches the other ranks' next call. Use this block
+        after an entry's first header; until then, the `collective` decorator reports
+        errors.
         """
         try:
             yield

@@ -26,10 +26,7 @@ _DLPACK_CPU = 1
 
 
 def all_plain(leaves: list[Any]) -> bool:
-    """Return whether all leaves are NumPy arrays that can be summed without a copy.
-
-    Returns False for subclasses of ndarray, and for byte orders that are not native.
-    """
+    """Return whether all leaves are NumPy arrays that can be summed without a copy."""
     for leaf in leaves:
         if type(leaf) is not np.ndarray or not leaf.dtype.isnative:
             return False
@@ -45,8 +42,8 @@ def list_structure(length: int) -> Any:
 def by_memory(arrays: list[Array]) -> list[list[int]]:
     """Return the indices of the arrays in host memory, then of the arrays on GPUs.
 
-    Each list of arrays is reduced in a separate call. If all arrays are in the same
-    kind of memory, or there are none, only one list is returned.
+    Each list is reduced in a call of its own. Only one list is returned if all arrays
+    are in the same kind of memory, or there are no arrays.
     """
     there = [index for index, array in enumerate(arrays) if is_device(array)]
     if not there or len(there) == len(arrays):
@@ -109,7 +106,7 @@ def _own_memory(out: Any) -> Any:
             f"{type(out).__qualname__}: {error}; detach it from the gradient "
             "computation"
         ) from error
-    # If DLPack made copies, the two arrays differ in memory: results would be lost.
+    # Arrays in different memory are copies: results in a copy would be lost.
     shared = np.may_share_memory(array, again) or not array.size
     return array if shared else out
 
@@ -122,7 +119,7 @@ def require_fitting(
     """Raise ValueError for an array that cannot hold its result (shape and dtype)."""
     for out, result in zip(outs, results, strict=True):
         if type(out) is np.ndarray and not on_gpu:
-            # A shortcut for nearly all arrays: each further check costs time.
+            # A shortcut for nearly all arrays.
             flags = out.flags
             if (
                 flags.c_contiguous

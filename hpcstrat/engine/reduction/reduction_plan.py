@@ -138,9 +138,9 @@ def marked(
 ) -> tuple[Plan, list[Array], Callable[[], None]]:
     """Order a started call on GPUs after the work in this thread's current stream.
 
-    Other threads, with their own current streams, may carry out the steps of the call.
-    Returns a plan for this call alone, the arrays (copies if they are not contiguous),
-    and a function that makes the caller's current stream wait for the results. Raises
+    Other threads, which have other current streams, may advance the call. Returns a
+    plan for this call alone, the arrays (copied if they are not contiguous), and a
+    function that makes the caller's current stream wait for the results. Raises
     ValueError if a result is not contiguous.
     """
     from hpcstrat.engine.gpu.streams import Mark

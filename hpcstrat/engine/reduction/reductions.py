@@ -58,17 +58,15 @@ class Reductions:
     def __init__(
         self, gathers: Gathers, ops: CrossDeviceOps, options: CommunicationOptions
     ) -> None:
-        # The `collective` decorator reads the channel from this object.
         self.collectives = gathers.collectives
         self._gathers = gathers
         self._ops = ops
         self._options = options
         kernel = getattr(self.collectives.channel, "kernel", None)
-        # A function that repeats an earlier call in the compiled kernel, or returns
-        # None.
+        # Repeats an earlier call in the compiled kernel, or returns None.
         self.repeat = repeat_nothing if kernel is None else kernel.repeater()
         self._plans: dict[Any, Plan] = {}
-        # Memory for arrays that all ranks of the worker have mapped.
+        # The areas of the worker's ranks, None if they have none.
         self._areas: MappedMemory | None = None
         self._recycler = Recycler()
         self._device_recycler = DeviceRecycler()
@@ -92,7 +90,7 @@ class Reductions:
         *,
         out: Tree = None,
     ) -> Tree:
-        """Reduce all arrays of a tree over the replicas, in as few messages as fit.
+        """Reduce all arrays of a tree over the replicas, in few messages.
 
         Collective over ``topology.replica_comm``. Call this only from a method that is
         an entry itself, see `hpcstrat.engine.channel.entries`, and that makes no other
@@ -125,8 +123,7 @@ class Reductions:
             for leaf in leaves
         ]
         outs = None if out is None else checked_outs(out, arrays, structure, sparse)
-        # Each sparse leaf is a call of its own: all replicas make these calls first, in
-        # the same order.
+        # All replicas first make one call for each sparse leaf, in the same order.
         for index in sparse:
             leaves[index] = self._reduce_rows(op, leaves[index], what)
         dense = [i for i in range(len(leaves)) if i not in sparse]
@@ -238,8 +235,7 @@ class Reductions:
             group = self._group(request[1], options) if on_gpu else None
             plan: Any = self._plan
             if group is not None:
-                # `_group` may have made collective calls, so that a new entry must
-                # report errors of the planning.
+                # `_group` may have made calls: report later errors in a new entry.
                 plan = functools.partial(self.collectives.call, request[1], plan)
             planned = self._plans[key] = plan(request, arrays, options, group)
             structure = request[2]
@@ -253,8 +249,8 @@ class Reductions:
     ) -> list[Array]:
         """Return arrays for the results of a call, new arrays if there are no ``outs``.
 
-        New arrays are allocated before the header, because a rank that runs out of
-        memory after the header cannot report that to the other ranks in time.
+        Arrays are allocated before the header, because after the header a rank can no
+        longer report that its memory is exhausted.
         """
         on_gpu = bool(arrays) and is_device(arrays[0])
         if outs is not None:
@@ -320,13 +316,12 @@ class Reductions:
         options: CommunicationOptions,
         group: DeviceGroup | None,
     ) -> Plan:
-        # Refuse wrong arrays before the header, which then reports the error to the
-        # other replicas.
+        # Refuse wrong arrays before the header, which then reports the error.
         for array in arrays:
             to_reducible(array)
             if group is not None:
                 group.require_own(array)
-        # Limit the memory of the plans if a program uses new shapes all the time.
+        # Limit the memory of the plans in programs that always use new shapes.
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
         channel = cast("Channel | None", self.collectives.channel)

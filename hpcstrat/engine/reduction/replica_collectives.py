@@ -32,8 +32,7 @@ class Collectives(ObjectCollectives):
         self._gathers = gathers = Gathers(self)
         self.ops = ops or CrossDeviceOps()
         self._reductions = Reductions(gathers, self.ops, options)
-        # Reductions by other algorithms than ``ops``, if a program calls a
-        # CrossDeviceOps itself.
+        # Reductions by other algorithms, if a program calls a CrossDeviceOps itself.
         self._by_others: dict[CrossDeviceOps, Reductions] = {}
         # Methods of other objects, bound here so that a call needs no extra lookup.
         self.all_gather = gathers.all_gather

@@ -20,7 +20,7 @@ def finish(requests: Iterable[Any], deadline: float, *, naps: bool = False) -> b
     ``deadline`` is a time of ``time.monotonic``. Requests that did not complete are
     kept alive with their buffers, because MPI may still write into the buffers. If
     ``naps`` is true, the wait sleeps between tests, so that other processes can use the
-    core. If not, the wait returns within microseconds after the last request completes.
+    core; if not, it ends within microseconds after the last request completes.
     """
     left = [request for request in requests if not request.Test()]
     while left:

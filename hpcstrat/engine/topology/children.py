@@ -28,7 +28,7 @@ def is_of_multiprocessing() -> bool:
 def refuse_children() -> None:
     """Raise TopologyError in a child of a rank, because it cannot use the rank's MPI.
 
-    Call this function before any collective call. The function raises in a child of
+    Call this function before any collective call. It raises in a child of
     multiprocessing, such as a worker of a data loader, and in a fork.
     """
     mpi = sys.modules.get("mpi4py.MPI")

@@ -1,4 +1,4 @@
-"""MPI requests that nobody waits for any longer, kept alive with their buffers.
+"""MPI requests for which nothing waits any longer, kept alive with their buffers.
 
 MPI reads and writes the buffer of a request until the request is complete. If an error
 ends the wait, or a program drops its handle, the request is still active. If its buffer
@@ -20,9 +20,9 @@ _kept: deque[tuple[Any, Any]] = deque()
 def keep(requests: Iterable[Any], memory: Any = None) -> None:
     """Keep incomplete requests, and ``memory`` that they use but do not refer to.
 
-    An mpi4py request refers to the buffers that were passed to the call. This function
-    does not call MPI, so that a ``__del__`` method, which any thread may run, may call
-    it.
+    An mpi4py request refers to the buffers that were passed to its MPI call. This
+    function does not call MPI, because it is used by ``__del__`` methods, which any
+    thread may run.
     """
     _kept.extend((request, memory) for request in requests if request)
 

@@ -35,14 +35,14 @@ MOST_IN_FULL = 64
 
 _MIB = 1 << 20
 _NBYTES = 4 * _MIB
-# Size of the messages of the first round trip. Its time determines the number and size
-# of the timed round trips.
+# Size of the messages of the round trip whose time determines the number and size of
+# the timed round trips.
 _PROBE_BYTES = _MIB
 _LONG_TRIP_SECONDS = 1.0
 _PAIR_SECONDS = 0.3
 _FEWEST_TRIPS, _MOST_TRIPS = 3, 15
-# Number of short round trips after each long round trip. Only the fastest is used,
-# because slower round trips may have waited for a core.
+# Number of short round trips after each long one. Only the fastest is used, because the
+# others may have waited for a core.
 _SHORT_TRIPS = 7
 # Least share of a long message's time that is attributed to its bytes, because noise
 # may make a short message as slow as a long message.
@@ -118,10 +118,7 @@ class Outlier:
 
 
 def find_outliers(links: Sequence[Link]) -> list[Outlier]:
-    """Return the links that are much slower than the other links, the slowest first.
-
-    Returns an empty list for fewer than two links.
-    """
+    """Return the links that are much slower than the other links, the slowest first."""
     if len(links) < 2:
         return []
     latencies = np.array([link.latency_seconds for link in links])
@@ -207,7 +204,7 @@ def _await(request: Any, deadline: float) -> None:
 
 
 def _with_better(links: Links, again: Links) -> Links:
-    """Merge two measurements: keep the better latency and bandwidth of each link."""
+    """Return the links with the better latency and bandwidth of two measurements."""
     newer = {link.ranks: link for link in again.between}
     between = []
     for link in links.between:
@@ -253,8 +250,8 @@ class _LinkPairs:
         count = len(self._first)
         turns = _turns(count) if rank == first else []
         # The rounds share 30 % of the time limit equally. The first half of the limit
-        # is a reserve for very slow links: a rank that waits for a silent partner until
-        # the end of a round is late for its next round.
+        # is a reserve, because a rank that waits for a silent partner until the end of
+        # a round is late for its next round.
         share = 0.3 * limit_seconds / max(1, len(turns))
         for number, turn in enumerate(turns, 1):
             other = partner(self._worker, count, turn)
@@ -318,8 +315,7 @@ class _LinkPairs:
                 return [(self._comm.rank, peer, *self._lead(peer, deadline))]
             self._follow(peer, deadline)
         except TimeoutError:
-            # Use new buffers, because MPI may still write a late message into an old
-            # buffer.
+            # MPI may still write a late message into an old buffer: use new buffers.
             self._memory = self._memory.copy()
             if leads:
                 return [(self._comm.rank, peer, math.nan, math.nan)]

@@ -15,7 +15,7 @@ def process_stat(pid: int, proc: str = "/proc") -> tuple[str, list[str]]:
 
     Raises OSError if the process does not exist. State Z or X means that the process
     has ended. The start time, in clock ticks, distinguishes processes that have had the
-    same number.
+    same ID.
     """
     with open(f"{proc}/{pid}/stat", encoding="utf-8", errors="replace") as file:
         # The name may contain spaces and parentheses.

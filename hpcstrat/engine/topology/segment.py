@@ -72,8 +72,7 @@ class Segment:
                 mapped = _map(handle, nbytes, first, own + self.part_bytes)
             everywhere = all(comm.allgather(mapped is not None))
         except BaseException:
-            # Unlink the file here, because rank 0, which would unlink it below, may
-            # have died.
+            # Unlink the file on every rank, because rank 0 may have died.
             _unlink(path)
             raise
         if comm.rank == 0:
@@ -145,8 +144,8 @@ def _map(handle: int, nbytes: int, start: int, end: int) -> mmap.mmap:
     """Map the file; allocate a range of it, on the NUMA node of this rank's core."""
     if os.fstat(handle).st_size != nbytes:
         raise OSError(f"expected a file of {nbytes} bytes")
-    # posix_fallocate reports a full file system as an error here; without this call,
-    # the first store would raise SIGBUS.
+    # If the file system is full, this call raises an error; without it, the first store
+    # would end the process by SIGBUS.
     if end > start:
         os.posix_fallocate(handle, start, end - start)
     # Without trackfd=False, each map keeps a file descriptor open.

@@ -55,8 +55,7 @@ def start_mpi(threads: bool = False) -> Any:
         _check_protocol(MPI)
         _warn_of_settings(MPI)
         prepare_environment()
-        # THREAD_SERIALIZED, because hooks of frameworks call MPI from the frameworks'
-        # threads, one at a time.
+        # THREAD_SERIALIZED: hooks call MPI from frameworks' threads, one at a time.
         _initialize(MPI, MPI.THREAD_MULTIPLE if threads else MPI.THREAD_SERIALIZED)
         _Ending.ours = True
         atexit.register(_finalize, os.getpid())
@@ -81,8 +80,8 @@ def prepare_environment() -> None:
 def _initialize(mpi: Any, level: int) -> None:
     """Initialize MPI without the interpreter lock, so that other threads can run.
 
-    MPI_Init_thread waits for all ranks. mpi4py holds the interpreter lock during that
-    call, so that no other thread could report which ranks are missing.
+    MPI_Init_thread waits for all ranks. mpi4py holds the interpreter lock meanwhile, so
+    that no other thread could report which ranks are missing.
     """
     try:
         initialize = ctypes.CDLL(mpi.__file__).MPI_Init_thread
@@ -103,7 +102,7 @@ def _share_cores() -> None:
     """Make waiting MPICH ranks yield the core if there are more ranks than cores.
 
     Without this setting, a waiting rank spins for its whole time slice while the
-    awaited rank cannot run. Without the setting, training took 5 to 20 times as long.
+    awaited rank cannot run, and training took 5 to 20 times as long.
     """
     ranks = os.environ.get("MPI_LOCALNRANKS", "")
     if ranks.isdecimal() and int(ranks) > len(os.sched_getaffinity(0)):
@@ -144,8 +143,7 @@ class _Ending:
 def abandon_mpi() -> bool:
     """Skip MPI_Finalize when the process ends, because it may wait for dead ranks.
 
-    Returns whether the call has an effect: none if the program itself has initialized
-    MPI.
+    Returns False if that has no effect, because the program has initialized MPI.
     """
     _Ending.abandoned = True
     return _Ending.ours
@@ -168,7 +166,7 @@ def _library(mpi: Any) -> str:
 def _check_protocol(mpi: Any) -> None:
     """Raise TopologyError if MPICH does not support the launcher's protocol.
 
-    In that case MPICH would end the process. The result is the same on all ranks.
+    In that case MPICH would end the process. All ranks raise, or none.
     """
     told = mpi.Get_library_version()
     # The version text contains the options of MPICH's configuration.
@@ -198,7 +196,7 @@ def _warn_of_settings(mpi: Any) -> None:
 
 
 def _check_launch(mpi: Any) -> None:
-    """Raise TopologyError if the launcher has started N separate jobs of one rank."""
+    """Raise TopologyError if the launcher has started a separate job for each rank."""
     launch = launch_from_environment()
     if mpi.COMM_WORLD.size == 1 and launch.size > 1:
         version = _library(mpi)

@@ -47,8 +47,7 @@ class TransportError(CollectiveError):
 _FT_ENABLED = "OMPI_MCA_mpi_ft_enable"
 _COLL = "OMPI_MCA_coll"
 # When a rank of another host died, Open MPI's component han returned wrong sums on
-# survivors, and hung. Open MPI's own parameters for ULFM exclude the other two
-# components.
+# survivors, and hung. Open MPI's parameters for ULFM exclude the other two.
 _UNFIT = ("hcoll", "portals4", "han")
 _NAP_SECONDS = 0.002
 # Seconds to wait, after an error of MPI, for the launcher to report the dead rank.

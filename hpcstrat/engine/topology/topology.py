@@ -111,7 +111,7 @@ class Topology:
     # not treated as stuck while this number increases.
     moves = 0
     # This rank's GPU, or None if the rank computes on the CPU. The strategy sets this
-    # attribute and the next three attributes.
+    # attribute and the next three.
     gpu: Gpu | None = None
     # True if another rank of this host has the same GPU.
     shares_gpu: bool = False
@@ -168,7 +168,6 @@ class Topology:
             abs(self.replica_comm.allreduce(size, op=mpi.MIN)) for size in sizes
         )
         self.smallest_worker: int = smallest
-        # The memory shared by the worker's replicas.
         asked = SLOTS_IN_RING * slot_bytes(largest, self.num_workers)
         self.segment = Segment(
             self.worker_comm,
@@ -176,19 +175,17 @@ class Topology:
             asked,
         )
         warn_of_memory(self.worker_comm, asked, self.segment.part_bytes)
-        # Size of the largest piece in a replica's part of the segment, a power of two.
-        # All workers use the smallest size of any worker, which a small /dev/shm may
-        # limit.
+        # Size of the largest piece in a replica's part of the segment, a power of two:
+        # the smallest of all workers, because a small /dev/shm may limit the size.
         self.slot_bytes: int = self.replica_comm.allreduce(
             self.segment.part_bytes // SLOTS_IN_RING, op=mpi.MIN
         )
-        # Combine the ranks' sets of cores, which differ if the launcher binds ranks to
-        # cores.
+        # The ranks' cores differ if the launcher binds ranks to cores.
         cores = self.worker_comm.allgather(os.sched_getaffinity(0))
         self.num_cores = len(set().union(*cores))
 
     def _made(self, parent: Any, make: Callable[..., Any], *args: Any) -> Any:
-        """Create a communicator, and note it, so that `revoke` revokes it, too."""
+        """Create a communicator, and store it, so that `revoke` revokes it, too."""
         comm = create(self.mpi, parent, functools.partial(make, *args), self.survives)
         self._comms.append(comm)
         return comm
