@@ -1,4 +1,4 @@
-"""Streams that combine elements, sequences or rows into batches, or split batches."""
+"""Stages without random access that make batches of elements, or split batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _batched(
     drop_remainder: bool,
     collate: Callable[[Sequence[Tree]], Tree] = stack,
 ) -> Iterator[Tree]:
-    """Yield batches of successive elements; ``sizes`` are used in turn."""
+    """Return an iterator over batches of elements; ``sizes`` are used in turn."""
     turns = itertools.cycle(sizes)
     last: Tree = None
 
@@ -42,7 +42,7 @@ def _batched(
         size = next(turns)
         rows: list[Tree] = []
         while len(rows) < size:
-            # If an element fails, the elements before it in the batch are lost.
+            # If an element raises an error, the batch's elements before it are lost.
             element = next(elements, END)
             if element is END:
                 break
@@ -93,7 +93,7 @@ def padded(
 
 
 def _rows(elements: Iterator[Tree]) -> Iterator[Tree]:
-    """Yield the rows of batches, one by one."""
+    """Return an iterator over the rows of batches."""
     batch: Tree = None
     row = length = 0
 
@@ -126,12 +126,12 @@ def unbatched(parent: Stage) -> Stream:
 
 
 def _num_rows(parent: Stage) -> int:
-    """Return the number of rows of batches of one known length, or UNKNOWN."""
+    """Return the number of rows of all batches, or UNKNOWN if their lengths differ."""
     if parent.cardinality < 0:
         return parent.cardinality
     try:
         leaf = flatten(parent.spec())[0][0]
-    # Ignore the error: the program gets it again when it requests elements.
+    # Ignore the error, because an iteration will raise it again.
     except Exception:
         return UNKNOWN
     if not leaf.shape or leaf.shape[0] is None:
@@ -143,7 +143,7 @@ def rebatched(parent: Stage, sizes: Sequence[int], drop_remainder: bool) -> Stre
     size = sizes[0] if len(set(sizes)) == 1 else None
 
     def leading(length: int | None) -> int | None:
-        """Return the new batches' length, given the old length; None if it varies."""
+        """Return the new batches' length, given the old one; None means it varies."""
         is_fixed = size and (drop_remainder or (length and length % size == 0))
         return size if is_fixed else None
 
@@ -291,7 +291,7 @@ def _bucketed(
     collate: Callable[[int, Sequence[Tree]], Tree],
     drop_remainder: bool,
 ) -> Iterator[Tree]:
-    """Yield each bucket's batch when it is full, and at the end the partial batches."""
+    """Return an iterator over batches of full buckets and, at the end, partial ones."""
     waiting: dict[int, list[Tree]] = {}
     is_open = True
 

@@ -1,7 +1,7 @@
-"""Stages of a data set whose elements are batches that can be read in pieces.
+"""Stages of batches with random access: any rows of any batch can be read.
 
-The position of a batch is the number of rows before it, so that a position means the
-same with any number of replicas.
+The position of a batch is the number of rows before it, so that a saved position means
+the same with any number of replicas.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Batched(Stage):
         raise NotImplementedError
 
     def rows_before(self, batches: int) -> int:
-        """Return the position of batch number ``batches``; at most the end position."""
+        """Return the number of rows in the first ``batches`` batches of an epoch."""
         raise NotImplementedError
 
     def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
@@ -66,8 +66,8 @@ class Batched(Stage):
     def owned(self, num_replicas: int, replicas: range) -> Batched:
         """Return the same batches, with rows sorted by the replicas that own them.
 
-        The piece of each replica then has as many rows that this replica owns as fit.
-        ``replicas`` are the replicas of this rank; a cache keeps only their rows.
+        The piece of each replica then has as many of its own rows as fit. ``replicas``
+        are the replicas of this rank: its cache keeps only rows that these own.
         """
         raise NotImplementedError
 
@@ -133,8 +133,8 @@ class RowBatches(Batched):
 class OwnRowBatches(RowBatches):
     """Batches whose rows are sorted by the replicas that own them.
 
-    Each replica owns an equal part of the rows of the source, so that a rank gets the
-    rows in its cache again in each epoch. The method is SOLAR (Sun et al. 2022,
+    Each replica owns an equal part of the source's rows, so that a rank reads mostly
+    the same rows, from its cache, in each epoch. The method is SOLAR (Sun et al. 2022,
     arXiv:2211.00224).
     """
 
@@ -170,11 +170,11 @@ class PaddedBatches(RowBatches):
         self._shapes, self._values = shapes, values
 
     def owned(self, num_replicas: int, replicas: range) -> Batched:
-        """Return ``self``, because each rank reads whole batches."""
+        """Return ``self``, because each rank reads all rows of a batch anyway."""
         return self
 
     def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
-        """Read all rows of the batch, because the longest row sets the padded shape."""
+        """Read the whole batch, because its longest row determines the padded shape."""
         rows = self.rows.elements(slice(start, self.stop(start)), epoch)
         return rows_of(pad_and_stack(rows, self._shapes, self._values), first, last)
 
@@ -183,7 +183,7 @@ class PaddedBatches(RowBatches):
 
 
 def shuffled_rows(stage: Stage) -> ShuffledRows | None:
-    """Return the stage that shuffles the rows, or None."""
+    """Return the stage that shuffles the rows: ``stage``, or the stage it batches."""
     rows = stage.rows if isinstance(stage, RowBatches) else stage
     return rows if isinstance(rows, ShuffledRows) else None
 
@@ -199,7 +199,7 @@ def padded_spec(spec: Tree, shapes: Tree) -> Tree:
 
 
 class _BatchesOfParent(Batched):
-    """The batches of another stage; subclasses change some methods."""
+    """Base class of stages that change the batches of a parent stage."""
 
     def __init__(self, parent: Batched, words: str) -> None:
         self._set_parent(parent)
@@ -227,7 +227,7 @@ class _BatchesOfParent(Batched):
 
 
 class RepeatedBatches(_BatchesOfParent):
-    """All batches, repeated ``count`` times; each repetition is a new epoch."""
+    """All batches of a stage ``count`` times, each time as a new epoch of the stage."""
 
     def __init__(self, parent: Batched, count: int) -> None:
         super().__init__(parent, f"{count} times")
@@ -252,7 +252,7 @@ class RepeatedBatches(_BatchesOfParent):
 
 
 class SomeBatches(_BatchesOfParent):
-    """Batches of another stage from ``first`` to ``last`` (INFINITE: to the end)."""
+    """Batches ``first`` to ``last - 1`` of a stage; INFINITE means up to its end."""
 
     def __init__(self, parent: Batched, first: int, last: int) -> None:
         self._first = first
@@ -278,9 +278,9 @@ class SomeBatches(_BatchesOfParent):
 
 
 class MappedBatches(_BatchesOfParent):
-    """The results of a function for each whole batch.
+    """The results of a function that is called with each whole batch.
 
-    Raises ValueError if the function changes the number of rows.
+    Reading a part of a batch raises ValueError if the function changes its length.
     """
 
     def __init__(self, parent: Batched, function: Callable[..., Any]) -> None:
@@ -306,12 +306,12 @@ class MappedBatches(_BatchesOfParent):
         return as_element(call_with(self._function, batch))
 
     def spec(self) -> Tree:
-        """Return the spec of the results; calls the function."""
+        """Call the function for some batches, and return the spec of its results."""
         return made_spec(self.parent, lambda batch: spec_of(self._made(batch)))
 
 
 class CachedBatches(_BatchesOfParent):
-    """Batches of epoch 0, which are kept in memory once they were read."""
+    """Batches of the parent's epoch 0, which stay in memory after they were read."""
 
     def __init__(self, parent: Batched) -> None:
         super().__init__(parent, "cached")

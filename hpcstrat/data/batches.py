@@ -1,14 +1,14 @@
 """Division of the rows of batches between replicas.
 
-Batches are cut by two rules of tf.distribute. *Pieces*: every batch is cut by itself
-into pieces of ``ceil(length / replicas)`` rows. If all workers read the same batches,
-each worker uses the pieces of its own replicas. If each worker reads its own batches,
-the worker deals all pieces to its replicas, one after the other. *Slots*: the declared
-batch size is divided into one slot per replica; the first slots may have one row more.
-All rows form one stream, which fills the slots.
+Batches are cut by two rules of tf.distribute. *Pieces*: each batch is cut into pieces
+of ``ceil(length / replicas)`` rows. If all workers read the same batches, each worker
+uses the pieces of its own replicas. If each worker reads its own batches, the worker
+deals all pieces to its replicas in turn. *Slots*: the declared batch size is divided
+into one slot per replica; the first slots may have one row more. The rows of all
+batches, one after another, fill the slots.
 
-After an element that cannot be made or cut, the iterators leave out only this element
-and continue, if the program's own iterator continues.
+If a batch cannot be read or cut, the iterators leave out only this batch and continue,
+if the program's own iterator can continue.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ _END = object()
 
 
 def piece(length: int, num_replicas: int, replica_id: int) -> tuple[int, int]:
-    """Return start and end of a replica's piece of a batch; the piece may be empty."""
+    """Return start and end row of a replica's piece of a batch, which may be empty."""
     # Round up, as tf.distribute does, so that only the last replicas have fewer rows.
     size = -(-length // num_replicas)
     return min(replica_id * size, length), min((replica_id + 1) * size, length)
 
 
 def share(length: int, num_replicas: int, replica_id: int) -> tuple[int, int]:
-    """Return start and end of a replica's share of a batch, for other libraries.
+    """Return start and end row of a replica's share, for batches of other libraries.
 
-    Shares differ by at most one row. Pieces (see `piece`) may be empty, and many layers
-    of other libraries fail without rows.
+    Shares differ by at most one row, whereas a `piece` may be empty; many layers of
+    other libraries fail without rows.
     """
     first = replica_id * length // num_replicas
     return first, (replica_id + 1) * length // num_replicas
 
 
 def owned_first(owners: Array, num_replicas: int) -> Array:
-    """Order a batch's rows so that each replica's piece has rows that it owns.
+    """Return an order of a batch's rows that puts rows into their owners' pieces.
 
     ``owners`` (int64) has the replica that owns each row. Rows that do not fit into the
     `piece` of their owner fill the free places of other pieces, in order.
@@ -77,7 +77,7 @@ def owned_first(owners: Array, num_replicas: int) -> Array:
     counts = np.bincount(owners, minlength=num_replicas)
     before = np.cumsum(counts) - counts
     sorted_owners = owners[by_owner]
-    # The number of each row among its owner's rows.
+    # The number of each row among the rows of its owner.
     number = np.arange(length) - before[sorted_owners]
     stays = number < room[sorted_owners]
     order = np.full(length, -1, np.int64)
@@ -87,7 +87,7 @@ def owned_first(owners: Array, num_replicas: int) -> Array:
 
 
 def as_batch(element: Tree) -> Tree:
-    """Return an element of a program's iterable with arrays as leaves."""
+    """Return an element of the program's iterable, with its leaves as arrays."""
     return tree_map(_leaf, element)
 
 
@@ -111,7 +111,7 @@ def rows_of(batch: Tree, start: int, stop: int) -> Tree:
 
 
 def empty_like(batch: Tree) -> Tree:
-    """Return a batch of the same structure with no rows; None for scalars."""
+    """Return a batch of 0 rows of the same structure; None if a leaf is a scalar."""
     if not all(leaf.ndim for leaf in flatten(batch)[0]):
         return None
     # Copy, because a view would keep the whole batch in GPU memory.
@@ -124,8 +124,7 @@ def pieces_of(batch: Tree, num_replicas: int, replicas: Sequence[int]) -> list[T
     return [rows_of(batch, *piece(length, num_replicas, r)) for r in replicas]
 
 
-# The cache lets each batch length warn once. The cache is bounded, because all lengths
-# may differ.
+# The cache makes each batch length warn only once; it is bounded to 1,024 lengths.
 @functools.lru_cache(maxsize=1024)
 def warn_of_idle(length: int, num_replicas: int) -> None:
     """Warn, once for each batch length, if some replicas get no rows of a batch."""
@@ -152,7 +151,7 @@ def _own_array(value: Any) -> Array:
 
 
 def _leaf(value: Any) -> Array:
-    """Return a leaf as an array; keep strings and object fields, which are pickled."""
+    """Return a leaf as an array; unlike `as_array`, allow strings and object fields."""
     plain = isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray)
     refers = plain and value.dtype.hasobject and value.dtype.kind != "O"
     return value if refers else as_array(value)
@@ -172,9 +171,10 @@ def pour_slots(
 ) -> Iterator[list[Tree]]:
     """Fill the replicas' slots with the rows of all batches, as one stream.
 
-    The worker begins with the slot of its first replica, and then uses all slots in a
-    cycle. Each step has one batch per replica of the worker. A step raises ValueError
-    for scalars and for arrays of different lengths.
+    ``replicas`` are the worker's replicas. The worker begins with the slot of its first
+    replica, and then uses the slots of all replicas in a cycle. Each step has one part
+    per replica of the worker. A step raises ValueError for scalars and for arrays of
+    different lengths.
     """
     slots = slot_sizes(batch_size, num_replicas)
     rows, count, first = _RowQueue(batches), len(replicas), replicas[0]
@@ -182,8 +182,8 @@ def pour_slots(
     def step() -> list[Tree]:
         nonlocal first
         sizes = [slots[slot % num_replicas] for slot in range(first, first + count)]
-        # After an error, the rows that were read are kept for the next step. Slots of
-        # zero rows request no rows, so that a last step may be empty on all workers.
+        # Rows that were read before an error are kept for the next step. A step whose
+        # slots have 0 rows reads nothing, so that it may be one step after the end.
         if not rows.fill(sum(sizes)):
             raise StopIteration
         first += count
@@ -202,7 +202,7 @@ class _RowQueue:
         self._num_rows = 0
 
     def fill(self, count: int) -> bool:
-        """Read batches until ``count`` rows are queued; return False at the end."""
+        """Queue at least ``count`` rows if there are; return False if none is left."""
         wanted = count if self._last is not None else max(1, count)
         while self._num_rows < wanted:
             element = next(self._batches, _END)
@@ -220,7 +220,7 @@ class _RowQueue:
     def take(self, count: int) -> Tree:
         """Remove and return ``count`` rows; fewer only at the end."""
         first = self._parts[0][0] if self._parts else self._last
-        # A part without rows has the right structure if there are no other parts.
+        # Begin with a part of 0 rows, which is the result if no rows are left.
         parts = [rows_of(first, 0, 0)]
         while count > 0 and self._parts:
             batch, start, length = self._parts.popleft()
@@ -242,11 +242,11 @@ class _RowQueue:
 def deal_elements(elements: Iterable[Tree], count: int) -> Iterator[list[Tree]]:
     """Deal successive elements to the ``count`` replicas of a worker.
 
-    An incomplete last step is filled with batches without rows; if elements are
-    scalars, it is left out.
+    In an incomplete last step, replicas without an element get batches without rows; if
+    elements are scalars, this step is left out.
     """
     source = iter(elements)
-    # Elements that were read for this step; after an error, the next step uses them.
+    # Elements for this step; if reading one more fails, the next step uses them.
     ready: list[Tree] = []
 
     def step() -> list[Tree]:
@@ -260,8 +260,7 @@ def deal_elements(elements: Iterable[Tree], count: int) -> Iterator[list[Tree]]:
         ready.clear()
         if len(parts) == count:
             return parts
-        # Replicas without an element take part in the step, because all replicas must
-        # call its reductions.
+        # Replicas without an element get 0 rows, because all must call the reductions.
         empty = empty_like(parts[0]) if parts else None
         if empty is None:
             raise StopIteration

@@ -37,16 +37,17 @@ _SHOWN_WORKERS = 8
 
 
 def digest(batch: Tree, *, on_gpus: bool) -> int:
-    """Return a hash (1 to 2**63 - 1) of a batch; ``on_gpus`` includes bytes on GPUs."""
+    """Return a hash (1 to 2**63 - 1) of a batch.
+
+    Without ``on_gpus``, only shapes and dtypes of arrays on GPUs are hashed.
+    """
     mark = 0
     for leaf in flatten(batch)[0]:
-        # Each hash is the seed of the next one, so that the result depends on the order
-        # of leaves.
+        # Each hash is the seed of the next one, so the order of leaves matters.
         mark = xxh3_64_intdigest(f"{leaf.dtype}{leaf.shape}".encode(), mark)
         if on_gpus or not is_device(leaf):
             mark = _hashed(to_host(leaf), mark)
-    # The hash has 63 bits, because its negative is sent as int64, too. 0 means the end
-    # of the data.
+    # Keep 63 bits, because the negated hash is also sent as int64; 0 means `END`.
     return mark >> 1 or 1
 
 
@@ -89,7 +90,7 @@ def _show_array(array: Array) -> str:
 
 
 def explain_difference(where: str, sightings: Sequence[Sighting]) -> CollectiveError:
-    """Return the error that all replicas raise; it names the differing workers."""
+    """Return the error to raise on all replicas; it names workers with other data."""
     groups: dict[int, list[Sighting]] = {}
     for sighting in sightings:
         groups.setdefault(sighting[2], []).append(sighting)
@@ -101,8 +102,7 @@ def explain_difference(where: str, sightings: Sequence[Sighting]) -> CollectiveE
         told.append(f"{name}: {group[0][3]} (in all {mark:016x})")
     if len(groups) > _SHOWN_BATCHES:
         told.append(f"{len(groups) - _SHOWN_BATCHES} other batches")
-    # The batch that most workers have counts as right; the error names the other
-    # workers.
+    # The batch that most workers have counts as right.
     most = max(groups.values(), key=len)
     return CollectiveError(
         "expected the iterable to return the same batches on every worker, found in "

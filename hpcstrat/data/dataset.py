@@ -1,4 +1,4 @@
-"""Data sets: chains of methods as in tf.data, with random access where possible."""
+"""Data sets: chains of methods as in tf.data, with random access if possible."""
 
 from __future__ import annotations
 
@@ -42,15 +42,17 @@ _AUTOTUNE = -1
 class Dataset:
     """Examples, or batches of examples, made by a chain of methods as in tf.data.
 
-    A loop over the data set yields its elements as one process would train on them;
-    each ``iter()`` starts the next epoch. `Strategy.experimental_distribute_dataset`
-    divides its global batches between replicas.
+    A loop over the data set yields all elements, in the order in which one process
+    would train on them; each ``iter()`` starts the next epoch.
+    `Strategy.experimental_distribute_dataset` divides global batches between replicas.
 
     Rows of arrays, files and sequences have random access: every replica reads only its
     own rows, and an iteration can continue from any checkpoint. These methods give up
-    random access: ``filter``, ``interleave``, ``flat_map``, ``take_while``,
-    ``rebatch``, ``unbatch``, ``from_generator``, ``ignore_errors``, sampling and
-    choosing, and shuffling or mixing of batches.
+    random access: ``filter``, ``interleave``, ``flat_map``, ``take_while``, ``pack``,
+    ``rebatch``, ``unbatch``, ``bucket_by_sequence_length``, ``from_generator``,
+    ``from_text_files``, ``ignore_errors``, sampling and choosing; and after ``batch``
+    also ``shuffle``, ``shard``, ``zip``, ``enumerate``, ``concatenate``, ``batch``, and
+    ``map`` with a seed.
 
     Parameters
     ----------
@@ -92,8 +94,7 @@ class Dataset:
         seed: int = 0,
         drop_remainder: bool = False,
     ) -> None:
-        # The recipe of this data set; only the library's own modules read this
-        # attribute.
+        # How this data set was made; for the library's own modules.
         self.lineage: Lineage
         if isinstance(source, Lineage):
             # The methods of this class pass a lineage instead of a source.
@@ -172,10 +173,10 @@ class Dataset:
         output_signature: Tree = None,
         args: tuple[Any, ...] = (),
     ) -> Dataset:
-        """Return the elements of the iterable that a function returns for each epoch.
+        """Call a function in each epoch, and return the elements of its iterable.
 
-        Not collective. The function must return the same elements on every worker,
-        unless the data set is sharded.
+        Not collective. The iterable must have the same elements on every worker, unless
+        the data set is sharded.
 
         Parameters
         ----------
@@ -225,8 +226,8 @@ class Dataset:
             Names, or patterns, such as ``fields/*``; default: all. With one name,
             elements are arrays; with several, mappings that are nested like groups.
         dimension : str, optional
-            NetCDF-4 dimension along which rows lie; default: the unlimited or most
-            common one.
+            NetCDF-4 dimension along which rows lie; default: the unlimited dimension,
+            or else the first dimension of most variables.
         decode : bool
             Whether to apply fill values, scale and offset of NetCDF-4.
 
@@ -330,7 +331,7 @@ class Dataset:
         deterministic: bool | None = None,
         seed: int | None = None,
     ) -> Dataset:
-        """Return the results of a function for each element.
+        """Call a function with each element, and return its results.
 
         Not collective.
 
@@ -377,11 +378,11 @@ class Dataset:
         reshuffle_each_iteration : bool
             Whether each epoch has its own order.
         blocks : int, optional
-            Instead, permute blocks of this many rows, and mix the rows of ``window``
-            blocks. Files read whole blocks faster, but neighboring rows often share a
-            batch.
+            Instead, permute blocks of this many rows, then shuffle the rows within each
+            group of ``window`` blocks. Whole blocks are read faster from files, but
+            adjacent rows of a file often get into the same batch.
         window : int
-            Number of blocks whose rows are mixed.
+            Number of blocks whose rows are shuffled together.
 
         Returns
         -------
@@ -455,8 +456,8 @@ class Dataset:
         batch_size : int
             Number of elements in a global batch.
         padded_shapes : nested structure of shapes, optional
-            Shapes to pad to. None or -1 in a shape means the longest of the batch,
-            which is the default for all dimensions.
+            Shapes to pad to. None or -1 in a shape means the greatest length in the
+            batch, which is the default for all dimensions.
         padding_values : nested structure of scalars, optional
             Values to pad with; default: 0, or the empty string.
         drop_remainder : bool
@@ -483,7 +484,8 @@ class Dataset:
     def repeat(self, count: int | None = None) -> Dataset:
         """Repeat the elements ``count`` times.
 
-        Not collective. For `shuffle`, each repetition is a new epoch.
+        Not collective. Each repetition is a new epoch, in which `shuffle` has another
+        order.
 
         Parameters
         ----------
@@ -589,15 +591,15 @@ class Dataset:
         return self._then(stages.cache)
 
     def prefetch(self, buffer_size: int) -> Dataset:
-        """Return the same elements, which threads read ahead.
+        """Let threads read the elements before the program requests them.
 
         Not collective.
 
         Parameters
         ----------
         buffer_size : int
-            Number of elements to read ahead (with random access: of batches); -1
-            (AUTOTUNE) means two, and 0 none. Rows of arrays on GPUs are not read ahead.
+            Number of elements (with random access: of batches) to read ahead; -1
+            (AUTOTUNE) means 2. Rows of arrays on GPUs are not read ahead.
 
         Returns
         -------
@@ -720,7 +722,7 @@ class Dataset:
         num_parallel_calls: int | None = None,
         deterministic: bool | None = None,
     ) -> Dataset:
-        """Make a data set of each element, and return blocks of their elements in turn.
+        """Make a data set from each element; return blocks of their elements in turn.
 
         Not collective.
 
@@ -729,7 +731,7 @@ class Dataset:
         map_func : callable
             Function that returns a data set for an element.
         cycle_length : int, optional
-            Number of data sets that are open at once; default 2.
+            Number of data sets that are open at the same time; default 2.
         block_length : int
             Number of elements from one data set before the next data set's turn.
         num_parallel_calls, deterministic : optional
@@ -756,7 +758,7 @@ class Dataset:
         return made
 
     def flat_map(self, map_func: Callable[..., Any]) -> Dataset:
-        """Make a data set of each element, and return their elements one by one.
+        """Make a data set from each element, and concatenate these data sets.
 
         Not collective.
 
@@ -883,7 +885,7 @@ class Dataset:
         Raises
         ------
         ValueError
-            If boundaries do not increase, or if the number of sizes is wrong.
+            If boundaries do not increase, or a size or the number of sizes is wrong.
         """
         sizes = [checked_size(size) for size in bucket_batch_sizes]
         return self._then(
@@ -923,7 +925,7 @@ class Dataset:
         choice_dataset: Dataset,
         stop_on_empty_dataset: bool = True,
     ) -> Dataset:
-        """Return elements of several data sets, which a data set of numbers chooses.
+        """Return elements of several data sets, as ``choice_dataset`` selects them.
 
         Not collective.
 
@@ -1010,8 +1012,8 @@ class Dataset:
         Parameters
         ----------
         options : DatasetOptions
-            Options, or any object that has ``auto_shard_policy`` itself or in its
-            ``experimental_distribute``.
+            Options, or any object that has ``auto_shard_policy`` or, like
+            tf.data.Options, ``experimental_distribute.auto_shard_policy``.
 
         Returns
         -------
@@ -1048,8 +1050,7 @@ class Dataset:
     def element_spec(self) -> Tree:
         """Shapes and dtypes of the arrays of an element, as ArraySpec.
 
-        To learn the shapes and dtypes, functions of `map` are called with the first
-        elements.
+        Functions of `map` are called with the first elements to learn these.
         """
         return self.lineage.spec()
 
@@ -1082,14 +1083,14 @@ class Dataset:
         self._epoch = int(value)
 
     def as_numpy_iterator(self) -> Iterator[Tree]:
-        """Return ``iter`` of the data set, because elements are arrays already.
+        """Return an iterator over the next epoch; its elements are arrays already.
 
         Not collective.
 
         Returns
         -------
         iterator of tree
-            The next epoch.
+            The elements of the next epoch.
         """
         return iter(self)
 
@@ -1179,7 +1180,7 @@ class Dataset:
         return places if shuffled is None else shuffled.rows(places, epoch)
 
     def order(self, epoch: int) -> Array | None:
-        """Return the row numbers of an epoch in their order.
+        """Return all row numbers in the order of an epoch.
 
         Not collective; the same on every rank.
 
@@ -1215,7 +1216,7 @@ class Dataset:
         return self.lineage.files()
 
     def shard_files(self, num_shards: int, index: int) -> Dataset:
-        """Return this data set over every ``num_shards``-th file only.
+        """Make this data set again, from every ``num_shards``-th file only.
 
         Not collective.
 
@@ -1247,8 +1248,8 @@ class Dataset:
         """Return one worker's part of the data set, as the auto-shard policy says.
 
         Not collective. With policy DATA, and with AUTO if there are no files, each
-        worker gets every ``num_workers``-th element. (A strategy cuts each global batch
-        instead.)
+        worker gets every ``num_workers``-th element. (A strategy instead cuts each
+        global batch into pieces.)
 
         Parameters
         ----------

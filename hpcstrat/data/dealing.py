@@ -1,9 +1,8 @@
 """Iterables of batches: one rank per worker runs the pipeline and deals the parts.
 
-If each rank ran its own pipeline, examples would be lost and repeated as soon as the
-order is random. The same can happen with workers. Workers that share batches therefore
-compare them (see `hpcstrat.data.comparing`), or one rank runs the pipeline for all
-workers.
+If each rank ran its own pipeline and the order were random, examples would be lost and
+repeated. The same can happen between workers. Therefore workers that share batches
+compare them (see `hpcstrat.data.comparing`), or one rank runs the pipeline for all.
 """
 
 from __future__ import annotations
@@ -50,28 +49,27 @@ _NEXT = "next of a data set"
 class DealtDataset(ReducibleDataset):
     """Per-replica batches of a pipeline that one rank per worker runs.
 
-    Collective over the strategy's replicas. ``next()`` is collective, too; ``iter()``
-    is not collective.
+    Collective over the strategy's replicas, as is ``next()``; ``iter()`` is not.
 
-    If a pipeline raises an error, ``next()`` raises an error on all replicas. The
-    replicas stay at the same step: the following ``next()`` returns the next batch of
-    the pipelines, if these can continue after an error. A Python generator cannot:
-    after its error, the following ``next()`` ends the iteration. All replicas also
-    raise if one replica cannot place its part on its device.
+    If a pipeline raises an error, ``next()`` raises an error on all replicas, which
+    stay at the same step. The following ``next()`` returns the pipelines' next batch,
+    if these can continue after an error. A Python generator cannot: after its error,
+    the following ``next()`` ends the iteration. All replicas also raise an error if one
+    replica cannot copy its part to its device.
 
     Parameters
     ----------
     strategy : Strategy
         The strategy of the replicas.
     place : PipelinePlace
-        Place of this rank among the ranks of its pipeline.
+        Place of this rank among the ranks that its pipeline serves.
     make_steps : callable
         Function that returns the steps; called on ranks that run a pipeline.
     options : InputOptions
-        Options for the ranks that run a pipeline, the comparison of batches, and
-        whether batches are put on the replica's GPU.
+        Options, such as how often workers compare batches, and whether batches are put
+        on the replica's GPU.
     dataset : Dataset or iterable, optional
-        Source of the steps.
+        Source of the batches.
     """
 
     def __init__(
@@ -89,8 +87,7 @@ class DealtDataset(ReducibleDataset):
         self._every = options.compare_every if place.num_workers > 1 else 0
         self._num_iterations = 0
         self._steps: Steps | None = None
-        # Ranks compare this text, because ranks with different pipelines would
-        # deadlock.
+        # Ranks compare this text: ranks with other kinds of pipelines would deadlock.
         mode = options.experimental_replication_mode
         per_replica = mode is InputReplicationMode.PER_REPLICA
         pipelines = "one per " + ("replica" if per_replica else "worker")
@@ -130,7 +127,7 @@ class DealtDataset(ReducibleDataset):
 
 
 class _DealtBatches(Iterator[Tree]):
-    """Iterator over this rank's batches; can continue after an error."""
+    """An iterator over this rank's batches, which can continue after an error."""
 
     def __init__(
         self,
@@ -142,7 +139,7 @@ class _DealtBatches(Iterator[Tree]):
         iteration: int,
         position: EpochPlace,
     ) -> None:
-        # The decorator `collective` reads this attribute to call the other replicas.
+        # The decorator `collective` reads this attribute.
         self.collectives = strategy.collectives
         self._place = place
         self._placer = placer
@@ -157,8 +154,7 @@ class _DealtBatches(Iterator[Tree]):
 
     @collective
     def __next__(self) -> Tree:
-        # Make no collective call after the end, because other ranks may be in another
-        # call.
+        # Make no collective call after the end: other ranks may not call ``next``.
         if self._ended:
             raise StopIteration
         collectives, step = self.collectives, None
@@ -180,23 +176,23 @@ class _DealtBatches(Iterator[Tree]):
             raise self._difference()
         if outcome == FINISHED:
             raise self._end()
-        # If one rank cannot place its part, all ranks skip their parts in this call.
+        # If one rank cannot place its part, all ranks raise an error and skip theirs.
         with collectives.all_raise(_NEXT):
             found: Tree = self._placer.deliver(parts, copies=self._copies)
         collectives.barrier(_NEXT)
         return found
 
     def _end(self) -> StopIteration:
-        """Advance to the next epoch, and return a StopIteration to end the loop."""
+        """Advance to the next epoch, and return the StopIteration that ends a loop."""
         self._ended = True
         self._position.epoch += 1
         self._position.position = 0
         return StopIteration()
 
     def _deal(self, step: PipelineStep | None) -> tuple[int, list[Any]]:
-        """Deal a step to the ranks; return its outcome and this rank's parts.
+        """Send the step's parts to their ranks; return outcome and this rank's parts.
 
-        Collective over the strategy's replicas. The pipelines agree on the outcome.
+        Collective over the replicas; first, the pipelines agree on the outcome.
         """
         place, channel = self._place, self.collectives.channel
         outcome, parts = BATCH, []
@@ -220,7 +216,7 @@ class _DealtBatches(Iterator[Tree]):
         return outcome, parts
 
     def _difference(self) -> CollectiveError:
-        """Return the error for workers with different batches."""
+        """Gather descriptions of all workers' batches; return the error to raise."""
         mine = None if self._pipeline is None else self._pipeline.sighting()
         found = self.collectives.all_gather_object(mine, "batches compared")
         where = f"batch {self._number} of iteration {self._iteration}"
@@ -230,10 +226,10 @@ class _DealtBatches(Iterator[Tree]):
 class StreamDataset(ResumableDataset, DealtDataset):
     """Per-replica batches of a data set without random access, with saved positions.
 
-    A StreamDataset works like a `DealtDataset`. A restored iteration makes the batches
-    before its position again, and drops them. If workers read different parts of the
-    data (policies FILE, OFF and HINT), the iteration can continue only with the same
-    number of workers and replicas.
+    The class works like `DealtDataset`. A restored iteration makes the batches before
+    its position again, and drops them. If workers read different parts of the data
+    (policies FILE, OFF and HINT), the iteration can continue only with the same number
+    of workers and replicas.
     """
 
     def __iter__(self) -> DistributedIterator:
@@ -255,9 +251,9 @@ class StreamDataset(ResumableDataset, DealtDataset):
 class StatefulDataset(DealtDataset):
     """Per-replica batches of an iterable that can save its position itself.
 
-    A StatefulDataset works like a `DealtDataset`. The iterable has ``state_dict`` and
+    The class works like `DealtDataset`. The iterable has ``state_dict`` and
     ``load_state_dict``, like torchdata's StatefulDataLoader. All workers read the same
-    batches, so that the iterable's position means the same on any number of replicas.
+    batches, so that a restored job may have another number of replicas.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -295,7 +291,7 @@ class StatefulDataset(DealtDataset):
         leaves, structure = flatten(self._dataset.state_dict())
         arrays: list[Any] = []
         for number, leaf in enumerate(leaves):
-            # A leaf may be an array; torch has a random generator's state in a tensor.
+            # Leaves may be arrays, such as the state of a torch random generator.
             if isinstance(leaf, np.ndarray) or hasattr(leaf, "__dlpack__"):
                 array = np.ascontiguousarray(as_array(leaf))
                 is_tensor = not isinstance(leaf, (np.ndarray, np.generic))
@@ -312,7 +308,7 @@ class StatefulDataset(DealtDataset):
         Parameters
         ----------
         state : dict
-            State of replica 0.
+            State that `state_dict` returned.
         """
         if self._steps is None:
             return

@@ -1,4 +1,4 @@
-"""Data sets divided between replicas."""
+"""Data sets whose batches are divided between replicas."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class DistributedDataset(ResumableDataset):
     """Per-replica batches; made by `Strategy.experimental_distribute_dataset`.
 
     Each ``iter()`` begins the next epoch, and is collective over the strategy's
-    replicas. ``next()`` is logically collective: all replicas must call it. If one
+    replicas. ``next()`` is logically collective: all replicas must call it. If a
     replica does not, the next collective call raises an error (only calls in main
-    threads are compared). With ``on_error="raise"``, ``next()`` is collective: if a
-    batch cannot be read on one replica, all replicas skip it. Elements have PerReplica
-    leaves, or bare arrays if there is one replica. Arrays are writable; an array may
-    have zero rows.
+    threads are compared). With ``on_error="raise"``, ``next()`` is collective: if one
+    replica cannot read its part of a batch, all replicas raise an error and skip this
+    batch. Leaves of elements are PerReplica values, or arrays if there is one replica.
+    Arrays are writable; an array may have zero rows.
 
     Parameters
     ----------
@@ -73,13 +73,12 @@ class DistributedDataset(ResumableDataset):
         if options.own_rows:
             count = strategy.num_replicas_in_sync
             stage = stage.owned(count, strategy.local_replicas)
-        # The stage that reads the batches; the library's other modules read it, too.
+        # The stage that reads the batches; for the library's own modules.
         self.stage: Batched = stage
         self._placer = Placer(strategy, options)
-        # One of the buffered batches is the batch that the program uses at the moment.
+        # The program uses one of the buffered batches; only the others are read ahead.
         buffered = options.experimental_per_replica_buffer_size - 1
-        # Do not read arrays on GPUs in threads, which would ignore the order of the
-        # program's stream.
+        # Reader threads would read arrays on GPUs in another stream than the program's.
         self._ahead = 0 if stage.is_on_gpu() else max(dataset.ahead, buffered)
         # Do not warn if a whole epoch is shorter than one batch.
         is_short = 0 <= stage.num_rows < stage.batch_size
@@ -109,15 +108,13 @@ class DistributedDataset(ResumableDataset):
     def _keep_order(self, version: int) -> None:
         epoch, position = self._next
         if position and version < ORDER_VERSION:
-            # An epoch that began with an older order version keeps that order.
             self._dataset.keep_old_order(epoch)
 
     def __iter__(self) -> DistributedIterator:
         """Begin the next epoch, or continue at the position of `restore_state`."""
         strategy, dataset = self._strategy, self._dataset
         epoch, position = self._next
-        # Ranks compare this text, because replicas must agree on the rows of each
-        # batch.
+        # Ranks compare this text, so that all replicas cut the same batches.
         strategy.collectives.barrier(
             f"iteration over {dataset.describe()}, {self._dealing}epoch {epoch} from "
             f"row {position}"
@@ -146,7 +143,7 @@ class DistributedDataset(ResumableDataset):
 
 
 class _Batches(Iterator[Tree]):
-    """An iterator over this rank's batches; continues after one that cannot be read."""
+    """An iterator over this rank's batches; skips a batch that could not be read."""
 
     def __init__(
         self,
@@ -163,9 +160,9 @@ class _Batches(Iterator[Tree]):
         self._ended = False
         self._main = threading.main_thread().ident
         self._reader: ReadAhead | None = None
-        # Threads must not refer to this iterator, because they end when it is deleted.
-        # They do as much work as possible, because after a step the code of `next` is
-        # no longer in the CPU's caches.
+        # Reader threads call this function. It must not refer to this iterator, whose
+        # deletion ends the threads. It also places batches, so that `next`, whose code
+        # has left the CPU's caches during a step, has less to do.
         self._read = partial(_read_own, stage, strategy, placer, place.epoch)
         if ahead > 0:
             start = place.position
@@ -174,7 +171,7 @@ class _Batches(Iterator[Tree]):
     def __next__(self) -> Tree:
         place, stage, strategy = self.place, self._stage, self._strategy
         channel = strategy.collectives.channel
-        # Ranks compare the positions of their main threads, and of no other threads.
+        # Ranks compare only the numbers of their main threads' calls.
         own = threading.get_ident() == self._main
         if channel is not None and own:
             if channel.elsewhere is not None:
@@ -189,8 +186,7 @@ class _Batches(Iterator[Tree]):
                     self._reader.close()
                 place.epoch, place.position = place.epoch + 1, 0
             raise StopIteration
-        # Advance the position in any case, so that a batch that cannot be read is
-        # skipped.
+        # Advance first, so that a batch that cannot be read is skipped.
         start = place.position
         stop = place.position = stage.stop(start)
         with strategy.together(f"reading rows {start} to {stop}"):
@@ -218,7 +214,7 @@ _UNEVEN = (AutoShardPolicy.OFF, AutoShardPolicy.FILE, AutoShardPolicy.HINT)
 
 def _require_one_program(strategy: Replicas, options: InputOptions) -> None:
     """Raise RuntimeError if each rank would read all data, unless ``independent``."""
-    # Read the number of ranks from the launcher, because such a strategy starts no MPI.
+    # Ask the launcher for the number of ranks: this strategy may not have started MPI.
     size = launch_from_environment().size
     if strategy.distributes or size == 1 or options.independent:
         return
@@ -243,7 +239,7 @@ def distribute_dataset(
     dataset : Dataset or iterable of batches
         Source of global batches.
     options : InputOptions
-        Options of the distribution.
+        Options, such as ``own_rows``.
 
     Returns
     -------
@@ -253,7 +249,7 @@ def distribute_dataset(
     Raises
     ------
     NotImplementedError
-        If the options ask for ``PER_REPLICA``.
+        If the replication mode is ``PER_REPLICA``.
     RuntimeError
         If the strategy has one replica, but the job has several ranks.
     ValueError
@@ -301,7 +297,7 @@ def distribute_dataset(
 
 
 def _deal(strategy: Replicas, dataset: Any, options: InputOptions) -> DealtDataset:
-    # The data set makes the steps later, only on ranks that run a pipeline.
+    # `DealtDataset` calls the lambda only on ranks that run a pipeline.
     place = PipelinePlace(strategy, single=options.single_pipeline)
     kind = DealtDataset
     if isinstance(dataset, Dataset):
@@ -318,7 +314,7 @@ def distribute_from_function(
     dataset_fn: Callable[[InputContext], Any],
     options: InputOptions,
 ) -> DealtDataset:
-    """Distribute the per-replica batches of the data set that a function returns.
+    """Call a function, and distribute its data set's batches, one to each replica.
 
     Collective over the strategy's replicas.
 
@@ -329,7 +325,7 @@ def distribute_from_function(
     dataset_fn : callable
         Function that takes an InputContext, and returns an iterable of batches.
     options : InputOptions
-        Options of the distribution.
+        Options, such as the replication mode.
 
     Returns
     -------

@@ -42,7 +42,7 @@ class ArraySpec:
     Parameters
     ----------
     shape : tuple of int or None, or None
-        None stands for a length, or a shape, that differs between elements.
+        None instead of a length or of the shape means that it differs between elements.
     dtype : dtype
         NumPy's dtype.
     """
@@ -56,9 +56,9 @@ class ArraySpec:
 
 
 class CallIterator(Iterator[Tree]):
-    """An iterator that calls a function until the function raises StopIteration.
+    """An iterator over the results of ``step()``, until ``step`` raises StopIteration.
 
-    Unlike a generator, the iterator can continue after any other error.
+    Unlike a generator, this iterator can continue after another error in ``step``.
     """
 
     def __init__(self, step: Callable[[], Tree]) -> None:
@@ -69,7 +69,7 @@ class CallIterator(Iterator[Tree]):
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return the name by which ranks compare a function of the program."""
+    """Return the name of a function, which ranks compare in place of the function."""
     name: str = getattr(function, "__qualname__", type(function).__name__)
     return name
 
@@ -94,12 +94,12 @@ def call_with(function: Callable[..., Any], element: Tree, **options: Any) -> An
 
 
 def row_of(block: Tree, index: int) -> Tree:
-    """Return one row of stacked elements."""
+    """Return element ``index`` of stacked elements."""
     return tree_map(lambda leaf: leaf[index], block)
 
 
 def stack(elements: Sequence[Tree]) -> Tree:
-    """Stack elements along a new first dimension; ValueError if they do not match."""
+    """Stack elements along a new first dimension; ValueError if their shapes differ."""
     leaves, structure = _leaves_of_all(elements)
     return unflatten(structure, [_stacked(column) for column in leaves])
 
@@ -131,8 +131,8 @@ def _stacked(column: Sequence[Any]) -> Array:
 def pad_and_stack(elements: Sequence[Tree], shapes: Tree, values: Tree) -> Tree:
     """Pad the arrays of elements to the longest, or to given shapes, and stack them.
 
-    ``shapes`` and ``values`` have the elements' structure, or are None. Raises
-    ValueError if an array is longer than its shape.
+    ``shapes`` and ``values`` (to pad with) have the elements' structure, or are None.
+    Raises ValueError if an array is longer than its given shape.
     """
     columns, structure = _leaves_of_all(elements)
     wanted = _per_leaf(shapes, structure, len(columns), is_shape=True)
@@ -145,7 +145,7 @@ def pad_and_stack(elements: Sequence[Tree], shapes: Tree, values: Tree) -> Tree:
 
 
 def _per_leaf(given: Any, structure: Any, count: int, *, is_shape: bool) -> list[Any]:
-    """Return a value for each leaf; a single given value is used for all leaves."""
+    """Return the given shape or padding value of each leaf; None for a default."""
     if given is None:
         return [None] * count
     if count == 1 and (is_shape or not isinstance(given, (tuple, list, dict))):
@@ -164,7 +164,7 @@ def _per_leaf(given: Any, structure: Any, count: int, *, is_shape: bool) -> list
 
 
 def only_shape(shapes: Any) -> Any:
-    """Return the shape of an element's only array, without nested tuples."""
+    """Return the shape of an element's only array: ``(3,)`` for ``((3,),)``."""
     while len(shapes) == 1 and isinstance(shapes[0], (tuple, list)):
         shapes = shapes[0]
     return shapes
@@ -207,7 +207,7 @@ def spec_of(element: Tree) -> Tree:
 
 
 def merged_spec(specs: Sequence[Tree]) -> Tree:
-    """Merge specs into one that fits all elements; lengths that differ become None."""
+    """Merge specs into one spec of all elements; lengths that differ become None."""
     leaves, structure = _leaves_of_all(specs)
     return unflatten(structure, [_merged(column) for column in leaves])
 
@@ -226,9 +226,9 @@ def _merged(column: Sequence[ArraySpec]) -> ArraySpec:
 def made_spec(stage: Any, spec_of_made: Callable[[Tree], Tree]) -> Tree:
     """Call a function with a few elements, and return the spec of its results.
 
-    ``spec_of_made`` calls the function, and returns the spec of the result. It gets the
-    first elements of ``stage`` and, if lengths differ, an element of another length. If
-    there are no elements, it gets arrays of ones and of twos.
+    ``spec_of_made`` calls the function, and returns the spec of the result. Its
+    argument is each of the first elements of ``stage`` and, if lengths differ, an
+    element of another length; if there are none, arrays of ones and of twos.
     """
     elements = stage.iterate(0)
     found: list[Tree] = []
@@ -239,7 +239,7 @@ def made_spec(stage: Any, spec_of_made: Callable[[Tree], Tree]) -> Tree:
             found.append(spec_of_made(element))
         except StopIteration:
             break
-        # Other elements may work; an iteration will raise this error again.
+        # Try the next element; an iteration will raise this error again.
         except Exception:
             continue
         first = element if len(found) == 1 else first
@@ -255,7 +255,7 @@ def made_spec(stage: Any, spec_of_made: Callable[[Tree], Tree]) -> Tree:
 
 
 def _resized(element: Tree, spec: Tree) -> Tree:
-    """Change those lengths of an element that differ between elements."""
+    """Change the lengths of an element that are None in ``spec``, because they vary."""
     leaves, structure = flatten(element)
     specs = flatten(spec)[0]
     resized = []
@@ -278,7 +278,7 @@ def _example(spec: Tree, number: int) -> Tree:
 
 
 def batched_spec(spec: Tree, length: int | None) -> Tree:
-    """Return the spec of stacked elements; ``length`` None means that it varies."""
+    """Return the spec of ``length`` (None: a varying number of) stacked elements."""
     return tree_map(
         lambda leaf: ArraySpec(
             None if leaf.shape is None else (length, *leaf.shape), leaf.dtype
@@ -288,7 +288,7 @@ def batched_spec(spec: Tree, length: int | None) -> Tree:
 
 
 def require_same_structure(first: Tree, second: Tree) -> None:
-    """Raise TypeError if elements differ in structure or dtype."""
+    """Raise TypeError if two specs of elements differ in structure or dtype."""
     (one, structure), (two, other) = flatten(first), flatten(second)
     types = [[_type_of(leaf) for leaf in leaves] for leaves in (one, two)]
     if structure != other or types[0] != types[1]:
@@ -304,9 +304,9 @@ def _type_of(spec: ArraySpec) -> str:
 
 
 def writable(element: Tree) -> Tree:
-    """Copy the read-only arrays of an element or batch, so that programs may write.
+    """Return an element or batch with copies of its read-only arrays.
 
-    The reason is that other libraries refuse read-only memory, or write to it anyway.
+    Other libraries refuse read-only memory, or write to it anyway.
     """
 
     def copied(leaf: Any) -> Any:

@@ -163,7 +163,7 @@ _END = object()
 
 @dataclass(slots=True)
 class EpochPlace:
-    """Position of an iteration: number of examples over all replicas, or of steps."""
+    """Epoch and position of an iteration, in examples of all replicas or in steps."""
 
     epoch: int
     position: int
@@ -176,7 +176,7 @@ class ReducibleDataset:
 
     @property
     def distribute_strategy(self) -> Replicas:
-        """The strategy between whose replicas this data set is divided."""
+        """The strategy to whose replicas the batches are distributed."""
         return self._strategy
 
     @property
@@ -208,8 +208,7 @@ class ReducibleDataset:
         object
             The last state.
         """
-        # The program's function may fail on one replica alone; all replicas must then
-        # stop.
+        # All replicas must stop if the program's function fails on one replica.
         with self._strategy.together("reduce of a data set"):
             return functools.reduce(reduce_func, self, initial_state)
 
@@ -220,7 +219,7 @@ class ResumableDataset(ReducibleDataset):
     _dataset: Dataset
     # Epoch and position of the next iteration.
     _next = (0, 0)
-    # Position of the latest iteration; None before the first one and after a restore.
+    # Position of the latest iteration, if one began since the start or last restore.
     _latest: EpochPlace | None = None
 
     @property
@@ -237,7 +236,7 @@ class ResumableDataset(ReducibleDataset):
     def epoch(self) -> int:
         """Epoch of the latest iteration or, if that has ended, of the next iteration.
 
-        After an assignment, the next iteration begins at the start of that epoch.
+        After an assignment, the next iteration begins at the start of this epoch.
         """
         return self.state()["epoch"]
 
@@ -246,8 +245,7 @@ class ResumableDataset(ReducibleDataset):
         self._next, self._latest = (int(value), 0), None
 
     def _begin_at(self, place: EpochPlace) -> None:
-        # Advance the epoch now, so that a loop that ends early does not repeat its
-        # epoch.
+        # Advance now: if the loop ends early, the next loop must not repeat its epoch.
         self._next, self._latest = (place.epoch + 1, 0), place
 
     def state(self) -> dict[str, int]:
@@ -258,9 +256,9 @@ class ResumableDataset(ReducibleDataset):
         Returns
         -------
         dict of str to int
-            ``epoch``, ``global_position`` (examples that were read in the epoch, over
-            all replicas; for a stream, steps), ``shuffle_seed``, ``num_rows`` (-2 if
-            not known), ``order_version``, and for a stream ``num_parts``.
+            ``epoch``, ``global_position`` (number of examples that all replicas have
+            read in the epoch; for a stream, of steps), ``shuffle_seed``, ``num_rows``
+            (-2 if not known), ``order_version``, and for a stream ``num_parts``.
         """
         epoch, position = self._next
         if self._latest is not None:
@@ -286,7 +284,7 @@ class ResumableDataset(ReducibleDataset):
         Parameters
         ----------
         state : dict of str to int
-            State from `state`, perhaps with another number of replicas.
+            State from `state`, perhaps saved on another number of replicas.
 
         Raises
         ------
@@ -313,7 +311,7 @@ class ResumableDataset(ReducibleDataset):
         Parameters
         ----------
         state : dict of str to int
-            State from `state`, perhaps with another number of replicas.
+            State from `state`, perhaps saved on another number of replicas.
 
         Raises
         ------
@@ -326,4 +324,4 @@ class ResumableDataset(ReducibleDataset):
         self._keep_order(int(state.get("order_version", 1)))
 
     def _keep_order(self, version: int) -> None:
-        """Let an epoch that began with an older order version keep that order."""
+        """Use the order of ``version`` for the rest of a restored epoch."""

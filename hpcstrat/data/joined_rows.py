@@ -31,14 +31,14 @@ _Part = tuple[Rows, Places, int, Any]
 
 
 class _JoinedRows(Rows):
-    """A stage in which each row is a row of one of ``parents``."""
+    """A stage whose rows are rows of one or several parents."""
 
     def __init__(self, parents: Sequence[Rows]) -> None:
         self.parents = parents
         self.block_rows = min(parent.block_rows for parent in parents)
 
     def parts(self, places: Places, epoch: int) -> Iterator[_Part]:
-        """Yield the places to read in each parent; ``places`` must not be empty."""
+        """Yield the parts to read from parents; ``places`` must not be empty."""
         raise NotImplementedError
 
     def read(self, places: Places, epoch: int) -> Tree:
@@ -62,14 +62,14 @@ class _JoinedRows(Rows):
 
 
 def _inner(flat: Array, places: Places) -> Places:
-    """Return places of a parent, as a slice if ``places`` is a slice."""
+    """Return the parent's places ``flat``, as a slice if ``places`` is a slice."""
     if isinstance(places, slice):
         return slice(int(flat[0]), int(flat[-1]) + 1)
     return flat
 
 
 def _join_blocks(parts: list[tuple[Any, Tree]], count: int) -> Tree:
-    """Copy blocks into one block of ``count`` rows, each block to its own places."""
+    """Join pairs of (indices, block) to one block, with each block at its indices."""
     if len(parts) == 1:
         return parts[0][1]
     flat = [(inside, *flatten(block)) for inside, block in parts]
@@ -91,7 +91,7 @@ def _join_blocks(parts: list[tuple[Any, Tree]], count: int) -> Tree:
 
 
 class RepeatedRows(_JoinedRows):
-    """All rows, repeated ``count`` times; each repetition is a new epoch."""
+    """All rows of a stage ``count`` times, each time as a new epoch of the stage."""
 
     def __init__(self, parent: Rows, count: int) -> None:
         super().__init__([parent])
@@ -141,7 +141,7 @@ class ConcatenatedRows(_JoinedRows):
 class MixedRows(_JoinedRows):
     """Rows of several stages, mixed by weights, without an end.
 
-    Each window of 4,096 rows has rows of all stages, as many as their weights say, in
+    Each window of 4,096 rows has rows of all stages, in proportion to their weights, in
     random order. A stage begins its next epoch after its last row.
     """
 
@@ -159,12 +159,12 @@ class MixedRows(_JoinedRows):
         self._latest: tuple[Any, Any] = ((-1, -1), None)
 
     def _window(self, window: int, epoch: int) -> Array:
-        """Return, for each place of a window, a number that encodes stage and row."""
+        """Return each place's row number in a window, counted parent by parent."""
         kept, numbers = self._latest
         if kept != (window, epoch):
             generator = generator_of(self._seed, epoch, window + 1)
             order = generator.permutation(_WINDOW_ROWS)
-            # Rows of the same stage stay in their order within that stage.
+            # The rows of one stage keep their order; only stages alternate randomly.
             numbers = np.empty(_WINDOW_ROWS, np.int64)
             stages = np.searchsorted(self._ends, order, side="right")
             for index, end in enumerate(self._ends):
@@ -175,7 +175,7 @@ class MixedRows(_JoinedRows):
         return found
 
     def parts(self, places: Places, epoch: int) -> Iterator[_Part]:
-        """Yield the places to read in each stage, in that stage's own epochs."""
+        """Yield the parts to read from each stage, in this stage's own epochs."""
         flat = as_places(places)
         windows, inside = np.divmod(flat, _WINDOW_ROWS)
         numbers = np.empty(len(flat), np.int64)
@@ -218,7 +218,7 @@ def _quotas(weights: Sequence[float] | None, count: int) -> Array:
         )
     exact = shares / shares.sum() * _WINDOW_ROWS
     quotas: Array = np.maximum(np.floor(exact), 1).astype(np.int64)
-    # The stages with the largest remainders get the rows that are left.
+    # Rows that are left go, one each, to the stages with the largest remainders.
     for index in np.argsort(np.floor(exact) - exact, kind="stable"):
         quotas[index] += quotas.sum() < _WINDOW_ROWS
     quotas[np.argmax(quotas)] += _WINDOW_ROWS - quotas.sum()
@@ -226,7 +226,7 @@ def _quotas(weights: Sequence[float] | None, count: int) -> Array:
 
 
 class ZippedRows(Rows):
-    """One element of each stage, combined into one, until the shortest stage ends."""
+    """Combines one element of each stage into one, until the shortest stage ends."""
 
     def __init__(self, parents: Tree) -> None:
         self.parents, self._structure = flatten(parents)

@@ -1,4 +1,4 @@
-"""Records of how data sets were made, to make them again from some of their files."""
+"""Records of how data sets were made, to make them again from a part of the files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class DatasetOptions:
     Parameters
     ----------
     auto_shard_policy : AutoShardPolicy or str
-        Rule that divides a data set without random access between workers.
+        Rule that divides the data set between workers; AUTO and DATA keep random access
+        (see `Dataset`) if the data set has it.
     """
 
     auto_shard_policy: AutoShardPolicy | str = AutoShardPolicy.AUTO
@@ -34,7 +35,7 @@ class DatasetOptions:
 class Lineage:
     """A stage, and how it was made: by ``make``, from parents or from files.
 
-    ``opens_files`` says whether the stage opens files; a list of names opens none.
+    ``opens_files`` is False for a stage of file names, which does not open the files.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Lineage:
         # Number of batches to read ahead.
         self.ahead: int = max((parent.ahead for parent in parents), default=0)
         self.seed: int = parents[0].seed if parents else 0
-        # True if this lineage stands for a shard that a strategy chooses later.
+        # True for ``shard(SHARD_HINT, SHARD_HINT)``, which a strategy replaces later.
         self.is_hint = False
         self._parents = tuple(parents)
         self._make = make
@@ -70,20 +71,20 @@ class Lineage:
         *,
         opens_files: bool = True,
     ) -> Lineage:
-        """Call ``make`` with names of files, and return its stage's lineage."""
+        """Call ``make`` with file names, and return the lineage of the new stage."""
         return cls(make(files), (), make, files=files, opens_files=opens_files)
 
     def then(self, make: Callable[..., Stage], *others: Lineage) -> Lineage:
-        """Call ``make`` with the lineages' stages, and return its stage's lineage."""
+        """Call ``make`` with the lineages' stages; return the new stage's lineage."""
         parents = (self, *others)
         return Lineage(make(*(parent.stage for parent in parents)), parents, make)
 
     def spec(self) -> Tree:
-        """Return the specs of the elements, over all files."""
+        """Return the specs of the elements of all files, even for a shard."""
         return self._whole.spec() if self._whole is not None else self.stage.spec()
 
     def files(self) -> list[str] | None:
-        """Return the names of the files that are read; None without files."""
+        """Return the names of the files that the data set reads, or None."""
         if not self.opens_files and self._files is None:
             return None
         for origin in (self, *self._parents):
@@ -98,16 +99,16 @@ class Lineage:
         return names
 
     def gives_names(self) -> bool:
-        """Return whether the elements are strings, such as names of files."""
+        """Return whether each element is a single string, such as a file name."""
         spec = flatten(self.spec())[0]
         return len(spec) == 1 and spec[0].dtype.kind == "U"
 
     def opens_names(self, make: Callable[[Any], Lineage]) -> bool:
-        """Return whether the elements are names of files that ``make`` opens."""
+        """Return whether ``make`` opens the file that the first element names."""
         try:
             name = self.gives_names() and next(iter(self.stage.iterate(0)))
             return bool(name) and make(name).opens_files
-        # Ignore the error: the program gets it again when it iterates.
+        # Ignore the error, because an iteration will raise it again.
         except Exception:
             return False
 
@@ -115,13 +116,13 @@ class Lineage:
         """Return the auto-shard policy; AUTO is replaced by FILE or DATA."""
         policy = AutoShardPolicy.parse(self.options.auto_shard_policy)
         if policy is AutoShardPolicy.AUTO:
-            # Prefer files if there are any, as tf.distribute does.
+            # Prefer FILE if the data set reads files, as tf.distribute does.
             has_files = self.files() is not None
             policy = AutoShardPolicy.FILE if has_files else AutoShardPolicy.DATA
         return policy
 
     def with_options(self, options: Any) -> Lineage:
-        """Return a lineage of the same elements with other options."""
+        """Return a lineage of the same stage that has other options."""
         holder = getattr(options, "experimental_distribute", options)
         policy = getattr(holder.auto_shard_policy, "name", holder.auto_shard_policy)
         made = self.then(lambda stage: stage)
@@ -159,7 +160,7 @@ class Lineage:
         return self.then(lambda stage: stages.shard(stage, num_shards, index))
 
     def shard_by_hint(self, num_shards: int, index: int) -> Lineage:
-        """Replace each `hint` by a shard; return ``self`` if there is no hint."""
+        """Replace each `hint` by the shard ``index``; ``self`` if there is no hint."""
         if self.is_hint:
             return self._parents[0].shard(num_shards, index)
         parts = [parent.shard_by_hint(num_shards, index) for parent in self._parents]
@@ -168,7 +169,7 @@ class Lineage:
         return self._again(parts)
 
     def hint(self) -> Lineage:
-        """Return the lineage of a shard that a strategy chooses later."""
+        """Return the lineage of ``shard(SHARD_HINT, SHARD_HINT)``."""
         hinted = self.then(_hinted)
         hinted.is_hint = True
         return hinted
@@ -184,7 +185,7 @@ class Lineage:
 
 
 def rows_of_names(files: Sequence[str]) -> Stage:
-    """Return names of files as elements."""
+    """Return a stage whose elements are these file names."""
     return SourceRows(Columns(*flatten(np.array(files, np.str_))))
 
 

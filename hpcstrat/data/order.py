@@ -1,9 +1,9 @@
 """Orders of shuffled rows, computed from a seed, an epoch and a place.
 
-`Permutation` needs the same small memory for any number of rows. It is a Feistel
-network of 8 rounds on as many bits as row numbers have. A result that is not a row
-number goes through the network again (cycle walking: Black and Rogaway, 2002,
-doi:10.1007/3-540-45760-7_9). Up to 65,536 rows, it is an exact random permutation.
+Up to 65,536 rows, `Permutation` draws a random permutation. Above, it needs the same
+small memory for any number of rows: it is a Feistel network of 8 rounds on as many bits
+as row numbers have. A result that is not a row number goes through the network again
+(cycle walking: Black and Rogaway, 2002, doi:10.1007/3-540-45760-7_9).
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ _ROUNDS = 8
 
 
 class Order(Protocol):
-    """A rule that gives the row number at each place of an epoch."""
+    """The order of the rows in an epoch: the row number at each place."""
 
     def rows(self, places: Array) -> Array:
-        """Return the row numbers (int64) at places, which may be in any order."""
+        """Return the row numbers (int64) at ``places``, which may be in any order."""
         ...
 
 
 def generator_of(*key: int) -> np.random.Generator:
-    """Return a random number generator that depends only on a key."""
+    """Return a random number generator whose seed is the integers ``key``."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
 
 class Permutation:
     """A random permutation of ``num_rows`` rows.
 
-    ``exact`` draws the whole permutation at any size, which is order version 1 of older
-    checkpoints.
+    ``exact`` draws a whole permutation of any size: order version 1, which iterations
+    that were saved by older versions of the library need.
     """
 
     def __init__(
@@ -63,8 +63,7 @@ class Permutation:
         else:
             self._bits = (num_rows - 1).bit_length()
             self._keys = generator.integers(0, 2**32, _ROUNDS, dtype=np.uint32)
-            # The latest window and its rows, in one attribute so that threads see
-            # matching values.
+            # The latest window and its rows: with one tuple, threads see both change.
             self._latest: tuple[int, Any] = (-1, None)
 
     def rows(self, places: Array) -> Array:
@@ -79,7 +78,7 @@ class Permutation:
         start = window * _WINDOW_ROWS
         if places.min() < start or places.max() >= start + _WINDOW_ROWS:
             return self._permuted(places)
-        # Compute a whole window, because NumPy is slow for arrays as small as a batch.
+        # Compute a window of 65,536 rows, because NumPy is slow for small arrays.
         kept, rows = self._latest
         if kept != window:
             stop = min(start + _WINDOW_ROWS, self._num_rows)
@@ -122,8 +121,9 @@ class BufferedOrder:
     """The order of tf.data's shuffle: each place gets a random row of a buffer.
 
     The buffer has ``size`` rows, so that row v is at place v - (size - 1) at the
-    earliest. Windows of places are computed one after another; an earlier place
-    restarts at the first window. ``num_rows`` is None without an end.
+    earliest. The order is computed in windows of 65,536 places, one after another; for
+    a place before the latest window, it is computed again from the first window.
+    ``num_rows`` is None for a data set without an end.
     """
 
     def __init__(self, num_rows: int | None, size: int, seed: int, epoch: int) -> None:
@@ -165,13 +165,12 @@ class BufferedOrder:
         generator = generator_of(*self._key, start)
         count, rest = _WINDOW_ROWS, 0
         if self._num_rows is not None:
-            # From this place on, no more rows enter the buffer.
+            # From place ``last`` on, no more rows enter the buffer.
             last = self._num_rows - self._size
             count = min(max(last - start, 0), _WINDOW_ROWS)
             rest = min(_WINDOW_ROWS - count, self._num_rows - start - count)
         slots = generator.integers(0, self._size, count)
-        # A draw of a slot returns the row that entered it at its previous draw, or at
-        # the start.
+        # A draw of a slot returns the row that the slot's previous draw put into it.
         by_slot = np.argsort(slots, kind="stable")
         ordered = slots[by_slot]
         is_first = np.ones(count, bool)
@@ -193,7 +192,7 @@ class BufferedOrder:
 
 
 class BlockOrder:
-    """Permuted blocks of rows; the rows of each window of blocks are then mixed."""
+    """Permutes blocks of rows, then shuffles the rows in each window of blocks."""
 
     def __init__(
         self, num_rows: int, block: int, window: int, seed: int, epoch: int
@@ -205,8 +204,8 @@ class BlockOrder:
         self._key = seed, epoch
         num_blocks = -(-num_rows // block)
         self._blocks = Permutation(num_blocks, seed, epoch)
-        # The last block may be shorter; places after it move forward by the missing
-        # rows.
+        # The rows' last block may be short: blocks that follow it in the permutation
+        # begin earlier, by the number of missing rows.
         self._short = num_blocks * block - num_rows
         self._hole = num_rows + 1
         if self._short:
@@ -241,7 +240,7 @@ class BlockOrder:
         return found
 
     def _of_group(self, group: int) -> Array:
-        """Return the row numbers of a group of windows, which are computed together."""
+        """Return the row numbers of a group: windows that are computed together."""
         rows: Array
         kept, rows = self._latest
         if kept != group:
@@ -250,8 +249,8 @@ class BlockOrder:
             places[places >= self._hole] += self._short
             blocks = self._blocks.rows(places // self._block)
             rows = blocks * self._block + places % self._block
-            # Sort each window by random keys. If the last window is short, its missing
-            # rows get the greatest key.
+            # Sort each window by random keys. The missing rows of a short last window
+            # get the greatest key, so that they stay at its end.
             keys = generator_of(*self._key, group + 1).random(self._group)
             keys[len(rows) :] = 1
             by_key = keys.reshape(-1, self._window).argsort(axis=1, kind="stable")

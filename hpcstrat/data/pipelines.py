@@ -1,4 +1,4 @@
-"""The program's own input pipelines: the ranks that run them, and their steps."""
+"""Input pipelines of the program: which ranks run a pipeline, and its steps."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ FINISHED, DIFFERENT, BATCH = range(3)
 """Outcomes of a step: the data have ended, the workers' batches differ, a batch."""
 
 # States of a replica in a step, in this order: its worker stops the iteration; its data
-# had no elements; its data have ended; it has a batch.
+# ended without any element; its data ended after some elements; it has a batch.
 _STOPPED, _ENDED, _LASTED, _GIVES = -1, 0, 1, 2
-# Value of the hash in a step that compares no batches.
+# Sent instead of a hash in a step in which batches are not compared.
 _UNSEEN = np.iinfo(np.int64).min
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """A worker's steps: ``cut`` turns the source into lists of one part per replica.
+    """A worker's steps: ``cut(source)`` yields one list of replicas' parts per step.
 
-    With ``shared``, all workers read the same batches, and `Pipeline` cuts them; all
-    workers leave out a batch that fails on one worker.
+    With ``shared``, ``cut(source)`` yields whole batches, which all workers read, and
+    `Pipeline` cuts; all workers leave out a batch that fails on one worker.
     """
 
     source: Iterable[Any]
@@ -65,11 +65,12 @@ class Steps:
 class PipelinePlace:
     """This rank's place among the ranks that one pipeline serves.
 
-    Rank 0 of ``comm`` (where ``leads`` is True) runs the pipeline for ``replicas``.
-    ``counts`` has the number of replicas of each rank, and ``own`` the replicas of this
-    rank. ``comm`` is None if the pipeline serves this rank alone. ``leaders`` is the
-    communicator of the ranks that run a pipeline, or None. With ``single``, one
-    pipeline serves all replicas; with ``per_replica``, each rank runs its own pipeline.
+    ``comm`` has these ranks; it is None if the pipeline serves this rank alone. Rank 0
+    of ``comm`` (its ``leads`` is True) runs the pipeline for ``replicas``. ``counts``
+    has the number of replicas of each rank of ``comm``, and ``own`` the replicas of
+    this rank. ``leaders`` is the communicator of the ranks that run a pipeline, or None
+    for a single pipeline. With ``single``, one pipeline serves all replicas; with
+    ``per_replica``, each rank runs its own pipeline.
     """
 
     def __init__(
@@ -108,8 +109,8 @@ class PipelineStep:
     """A step of a pipeline: a part of a batch, or None, for each of its replicas.
 
     Parts for other ranks are pickled. ``states`` has the greatest state of a replica,
-    the negated least state, the batch's hash and the negated hash. An allreduce with
-    MAX over all pipelines then gives the outcome.
+    the negated least state, the batch's hash and the negated hash, so that a single
+    allreduce with MAX over all pipelines finds greatest and least values.
     """
 
     parts: list[Any]
@@ -119,7 +120,7 @@ class PipelineStep:
 class Pipeline:
     """An iteration over a worker's steps, on the rank that runs the pipeline.
 
-    Every ``every``-th batch is hashed, to be compared with the other workers' batches.
+    Workers compare the hash of every ``every``-th batch that all of them read.
     """
 
     def __init__(
@@ -131,14 +132,12 @@ class Pipeline:
         self._position = position
         self._skips = position.position
         self._running: Iterator[Any] | None = None
-        # This worker's step, kept if another worker could not make its own step.
+        # This worker's step, kept until all other workers have made theirs.
         self._kept: PipelineStep | None = None
-        # A pickled batch without rows, to send to replicas without data; empty before
-        # the first batch.
+        # A pickled batch of 0 rows, for replicas without data; b"" before any batch.
         self._form = b""
         self._has_failed = False
-        # The hash that is compared in this step, and its batch (None for the end of the
-        # data).
+        # The hash to compare in this step, and its batch (None at the end of the data).
         self._mark = _UNSEEN
         self._seen: Tree = None
 
@@ -148,10 +147,10 @@ class Pipeline:
         return self._steps.shared
 
     def step(self, number: int) -> PipelineStep:
-        """Make the next step; after a step that failed, continue if the source does.
+        """Make the next step, or return the last step again if `accept` was not called.
 
-        Until `accept` is called, the same step is returned again. With shared batches,
-        the next step is made instead, because all workers leave out the failed batch.
+        `accept` is not called if another worker failed to make its step. Shared batches
+        are never returned again, because all workers leave out the batch that failed.
         """
         step, self._kept = self._kept, None
         if step is None:
@@ -165,7 +164,7 @@ class Pipeline:
         return step
 
     def accept(self) -> None:
-        """Note that all other pipelines have made this step, too."""
+        """Note that all pipelines have made this step."""
         self._kept = None
 
     def _make(self, number: int) -> PipelineStep:
@@ -180,8 +179,8 @@ class Pipeline:
             empty = None if first is None else empty_like(first)
             self._form = b"" if empty is None else packed(empty)
         if shared and self._has_failed:
-            # Stop all workers: after the error this source may have ended early, and
-            # its pieces of the other workers' batches would be missing.
+            # Stop all workers: this source may have ended early after the error, and no
+            # other worker deals this worker's pieces of the later batches.
             missing = _STOPPED
         elif self._form:
             missing = _LASTED
@@ -194,7 +193,7 @@ class Pipeline:
         return PipelineStep(parts, both)
 
     def pull(self) -> Any:
-        """Return the source's next element; None at its end."""
+        """Return the next result of ``cut(source)``, or None at its end."""
         if self._running is None:
             source = self._steps.source
             try:
@@ -202,14 +201,13 @@ class Pipeline:
                     source.epoch = self._position.epoch
                 self._running = self._steps.cut(source)
             except StopIteration as error:
-                # This StopIteration is an error, and not the end of the data (see PEP
-                # 479).
+                # This StopIteration is an error, not the end of the data (see PEP 479).
                 raise RuntimeError(
                     "expected an iterator, found that its creation raised "
                     "StopIteration; raise another error"
                 ) from error
             for _ in range(self._skips):
-                # Steps before the restored position may fail again, as they did before.
+                # A step that failed before the checkpoint may fail again: skip it, too.
                 with contextlib.suppress(Exception):
                     next(self._running, None)
         return next(self._running, None)
@@ -233,8 +231,7 @@ class Pipeline:
         """Agree with the other pipelines on the outcome of a step, and return it.
 
         Collective over ``leaders`` (None for a single pipeline). If the outcome is
-        BATCH, each replica has a part, which has no rows if the replica's data have
-        ended.
+        BATCH, replicas whose data have ended get a part without rows.
         """
         states = step.states
         if leaders is not None:
@@ -258,7 +255,7 @@ class Pipeline:
         return BATCH
 
     def sighting(self) -> Sighting | None:
-        """Describe this worker's batch of the step, or return None if not hashed."""
+        """Describe this worker's batch of this step; None if it was not compared."""
         if self._mark == _UNSEEN:
             return None
         place, seen = self._place, self._seen
@@ -269,15 +266,14 @@ class Pipeline:
 def iterable_steps(dataset: Any, place: PipelinePlace) -> Steps:
     """Return a worker's steps over an iterable of global batches.
 
-    The data set may have the attributes ``batch_size``, ``auto_shard_policy`` and
-    ``files`` (None without files), and the methods ``shard_files`` and
-    ``shard_by_hint(num_shards, index)``. Raises ValueError if policy ``FILE`` has fewer
-    files than workers.
+    The iterable may be of any library; it may have the attributes ``batch_size``,
+    ``auto_shard_policy`` and ``files`` (None without files), and the methods
+    ``shard_files`` and ``shard_by_hint(num_shards, index)``. With policy ``FILE``,
+    raises ValueError if there are fewer files than workers.
     """
     if place.num_replicas == 1:
         hint = getattr(dataset, "shard_by_hint", None)
         return Steps(dataset if hint is None else hint(1, 0), _alone)
-    # Data sets of any library may have these attributes.
     policy = AutoShardPolicy.parse(
         getattr(dataset, "auto_shard_policy", AutoShardPolicy.AUTO)
     )
@@ -288,8 +284,7 @@ def iterable_steps(dataset: Any, place: PipelinePlace) -> Steps:
     source = dataset
     if policy is AutoShardPolicy.FILE and place.num_workers > 1:
         count = 0 if files is None else len(files)
-        # A worker without a file would end at once, and so end the iteration of all
-        # workers.
+        # A worker without a file would end the iteration of all workers.
         if count < place.num_workers:
             raise ValueError(
                 f"expected at least one file for each of {place.num_workers} workers "
@@ -301,7 +296,7 @@ def iterable_steps(dataset: Any, place: PipelinePlace) -> Steps:
         source = dataset.shard_by_hint(place.num_workers, place.worker_id)
     batch_size = getattr(dataset, "batch_size", None)
     count, own = place.num_replicas, place.replicas
-    # True if each worker deals the rows that it reads to its own replicas only.
+    # True if each worker reads its own rows, and deals them to its own replicas.
     apart = hinted or policy in (AutoShardPolicy.OFF, AutoShardPolicy.FILE)
     if apart and batch_size:
         return Steps(
@@ -320,11 +315,10 @@ def function_steps(
 ) -> Steps:
     """Call an input function, and return a worker's steps over its data set.
 
-    With ``per_replica``, each replica runs its own pipeline.
+    With ``per_replica``, each replica of this rank is a worker for the function.
     """
     count = place.num_replicas
     if per_replica:
-        # The function sees each replica as a worker.
         contexts = [InputContext(count, replica, count) for replica in place.own]
         datasets = [dataset_fn(context) for context in contexts]
         if len(datasets) == 1:
@@ -335,7 +329,7 @@ def function_steps(
 
 
 def _side_by_side(pipelines: Iterable[Iterable[Any]]) -> Iterator[list[Tree]]:
-    """Yield an element of each pipeline per step; None if a pipeline has ended."""
+    """Yield lists of one element per pipeline; None for a pipeline that has ended."""
     iterators = [iter(pipeline) for pipeline in pipelines]
 
     def step() -> list[Tree]:

@@ -22,13 +22,13 @@ __all__ = ["Placer", "packed"]
 
 @dataclass(frozen=True, slots=True)
 class _FromDevice:
-    """A host copy of an array on another replica's GPU, to be sent to this replica."""
+    """A host copy of an array on this rank's GPU, to be sent to another rank."""
 
     host: Array
 
 
 def packed(part: Tree) -> bytes:
-    """Pickle a part of a batch for `Placer.deliver`; wait for copies from a GPU."""
+    """Copy a replica's part of a batch from the GPU to the host, and pickle it."""
     staged = tree_map(
         lambda leaf: _FromDevice(to_host(leaf)) if is_device(leaf) else leaf, part
     )
@@ -37,12 +37,12 @@ def packed(part: Tree) -> bytes:
 
 
 class Placer:
-    """Puts batches on the device of a strategy; used by the program's thread."""
+    """Puts batches on a strategy's device; on a GPU, only from the program's thread."""
 
     def __init__(self, strategy: Replicas, options: InputOptions) -> None:
         self._strategy = strategy
         self._wanted = strategy.puts_on_gpu and options.experimental_fetch_to_device
-        # The first batch creates the feeder, because it allocates page-locked memory.
+        # `place` makes the feeder when needed, because it allocates page-locked memory.
         self._feeder: Feeder | None = None
 
     @property
@@ -61,9 +61,8 @@ class Placer:
     def place(self, batch: Tree, *, copies: bool = False) -> Tree:
         """Put the numeric arrays of a batch on the GPU, if the options say so.
 
-        The program's current stream waits for the copy; the host does not wait. Other
-        leaves stay where they are. Leaves in host memory are copied if they are
-        read-only, or if ``copies`` is set.
+        The program's current stream waits for the copy; the host does not wait. Leaves
+        that stay in host memory are copied if they are read-only or ``copies`` is set.
         """
         leaves, structure = flatten(batch)
         going = []
@@ -88,8 +87,7 @@ class Placer:
     def deliver(self, parts: list[Any], *, copies: bool) -> Tree:
         """Return this rank's parts of a batch as one distributed element.
 
-        With ``copies``, copy the parts of this rank's pipeline, because the pipeline
-        may overwrite its buffers.
+        ``copies`` is set if this rank's pipeline may overwrite the memory of its parts.
         """
         # Unpickling is safe, because a rank of this job pickled the parts.
         return self.wrap(
@@ -102,7 +100,7 @@ class Placer:
         )
 
     def wrap(self, parts: list[Tree]) -> Tree:
-        """Combine parts on their devices into one distributed element."""
+        """Combine the parts of this rank's replicas into one distributed element."""
         if len(parts) > 1:
             return self._strategy.replicas.joined(parts, "a batch")
         several = self._strategy.num_replicas_in_sync > 1

@@ -1,8 +1,8 @@
-"""Reading ahead: threads make elements before the program asks for them.
+"""Reading ahead: threads make elements before the program requests them.
 
-Threads refer to the queue of requests, and never to the iterator, so that they end when
-the iterator is deleted, closed or at its end. Elements are returned in order; an error
-is raised in place of the element that could not be made.
+Threads refer only to the queue of requests, not to the iterator, so that the iterator
+can be deleted while threads run; they end when it is deleted, closed or at its end.
+Elements are returned in order; an error is raised in place of the element that failed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Ticket:
         self._done.acquire()
 
     def work(self) -> None:
-        """Make the element, in a thread."""
+        """Make the element, or store the error; a reader thread calls this."""
         try:
             self.value = self.make()
         except BaseException as error:
@@ -50,7 +50,7 @@ class _Ticket:
         self._done.release()
 
     def wait(self) -> Tree:
-        """Return the element, or raise its error."""
+        """Wait until a thread has made the element; return it, or raise its error."""
         self._done.acquire()
         if self.error is not None:
             error, self.error = self.error, None
@@ -59,16 +59,16 @@ class _Ticket:
 
 
 def _num_readers(depth: int) -> int:
-    """Return the number of threads that read batches ahead: one per core, at most 4.
+    """Return the number of reader threads: one per core, from 2 to 4, up to ``depth``.
 
-    On one core there are two, because a thread that waits for the disk needs no core.
+    One core gets two threads, because a thread that waits for the disk needs no core.
     """
     cores = len(os.sched_getaffinity(0))
     return min(depth, _MOST_THREADS, max(cores, 2))
 
 
 def _serve(tickets: Any) -> None:
-    """Make requested elements until the queue returns None; a thread runs this."""
+    """Make requested elements until the queue returns None; reader threads run this."""
     while True:
         ticket = tickets.get()
         if ticket is None:
@@ -79,7 +79,7 @@ def _serve(tickets: Any) -> None:
 
 
 def _end(tickets: Any, count: int, is_closed: list[bool]) -> None:
-    """Drop waiting requests, and end the threads; called once, from any thread."""
+    """Drop waiting requests, and let the threads end; called once, by any thread."""
     is_closed[0] = True
     try:
         while True:
@@ -91,9 +91,9 @@ def _end(tickets: Any, count: int, is_closed: list[bool]) -> None:
 
 
 class ReadAhead(Iterator[Tree]):
-    """An iterator over the results of ``calls``; threads make ``depth`` results ahead.
+    """An iterator over the results of ``calls``, of which threads make ``depth`` ahead.
 
-    A call that raises StopIteration ends the iterator.
+    The iterator ends after the last call, or when a call raises StopIteration.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class ReadAhead(Iterator[Tree]):
             self._tickets.put(ticket)
 
     def __next__(self) -> Tree:
-        """Return the next element, or raise the error that prevented it."""
+        """Return the next result, or raise the error of its call."""
         if self._is_closed[0] or not self._ready:
             self.close()
             raise StopIteration
@@ -146,7 +146,7 @@ class ReadAhead(Iterator[Tree]):
         return value
 
     def close(self) -> None:
-        """End the threads, after they have made their current elements."""
+        """Let the threads finish their current calls, and wait until they end."""
         self._finish()
         self._ready.clear()
         for thread in self._threads:
@@ -154,16 +154,17 @@ class ReadAhead(Iterator[Tree]):
 
 
 def read_ahead(parent: Stage, depth: int) -> Stage:
-    """Return a stage whose elements a thread makes ahead.
+    """Return a stage whose next ``depth`` elements a thread makes ahead.
 
-    A stage with random access stays as it is: its batches are read ahead instead.
+    A stage with random access is returned as it is, because iterators over data sets
+    read its batches ahead.
     """
     if isinstance(parent, (Rows, Batched)) or not depth:
         return parent
 
     def start(epoch: int) -> Iterator[Tree]:
         elements = parent.iterate(epoch)
-        # Use one thread, because only one thread at a time can use an iterator.
+        # Use one thread, because an iterator is not safe for several threads.
         return ReadAhead(itertools.repeat(lambda: next(elements)), depth, 1)
 
     return Stream(
@@ -178,7 +179,7 @@ def read_ahead(parent: Stage, depth: int) -> Stage:
 def read_batches_ahead(
     stage: Batched, read: Callable[[int], Tree], depth: int, position: int = 0
 ) -> ReadAhead:
-    """Return an iterator over batches that threads read ahead with ``read(start)``."""
+    """Return an iterator over batches, which threads read ahead by ``read(start)``."""
 
     def calls(start: int) -> Iterator[Callable[[], Tree]]:
         while start != stage.num_rows:
@@ -189,7 +190,7 @@ def read_batches_ahead(
 
 
 def read_rows(stage: Batched, epoch: int, start: int, first: int, last: int) -> Tree:
-    """Read rows of a batch; raise RuntimeError instead of StopIteration."""
+    """Read rows of the batch at ``start``; RuntimeError in place of StopIteration."""
     try:
         return stage.read(epoch, start, first, last)
     except StopIteration as error:

@@ -1,8 +1,7 @@
-"""Stages of a data set with random access: elements are read by their places.
+"""Stages of a data set with random access: any elements of an epoch can be read.
 
-Each stage reads the rows at given places of an epoch as a block, in which the elements
-are stacked along the first dimension. Every replica can therefore read its own part of
-any batch.
+``read(places, epoch)`` returns the elements at these places as a block, stacked along
+the first dimension. Every replica can therefore read its own part of any batch.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ _BLOCK_ROWS = 256
 
 
 def in_words(count: int) -> str:
-    """Return a cardinality as text, such as "120", "no end" or "unknown"."""
+    """Return a cardinality as text: "no end", "unknown", or a number such as "120"."""
     return {INFINITE: "no end", UNKNOWN: "unknown"}.get(count, str(count))
 
 
@@ -71,17 +70,17 @@ class Stage:
     """A step of a data set's chain, which yields the elements of each epoch."""
 
     cardinality: int = UNKNOWN
-    # Number of rows of all elements together.
+    # Number of examples in an epoch, in all elements together.
     num_rows: int = UNKNOWN
     # Number of rows of an element, if elements are batches of one known size.
     batch_size: int | None = None
     drop_remainder = False
-    # The stages that this stage reads, and its own part of the description.
+    # The stages that this stage reads, and its own words for `describe`.
     parents: Sequence[Any] = ()
     words = ""
 
     def iterate(self, epoch: int) -> Iterator[Tree]:
-        """Yield the elements of an epoch; continue after an element that failed."""
+        """Return an iterator over an epoch, which continues after an error."""
         raise NotImplementedError
 
     def spec(self) -> Tree:
@@ -93,16 +92,16 @@ class Stage:
         return ", ".join([*(each.describe() for each in self.parents), self.words])
 
     def is_on_gpu(self) -> bool:
-        """Return whether rows are read on a GPU, in the program's stream."""
+        """Return whether elements are read on a GPU, in the program's stream."""
         return any(stage.is_on_gpu() for stage in self.parents)
 
 
 class Rows(Stage):
     """A stage with random access."""
 
-    # Number of rows to read at once when elements are requested one by one.
+    # Number of rows that `iterate` reads in one block.
     block_rows: int = _BLOCK_ROWS
-    # The stage whose rows all occur in every epoch of this stage, or None.
+    # The parent stage, if each epoch of this stage has all rows of the parent.
     origin: Rows | None = None
 
     def read(self, places: Places, epoch: int) -> Tree:
@@ -115,7 +114,7 @@ class Rows(Stage):
         return [row_of(block, index) for index in range(count_of(places))]
 
     def homes(self, places: Places, epoch: int) -> Array:
-        """Return each row's fixed number (below `num_homes`), equal in every epoch."""
+        """Return numbers below `num_homes` that identify the rows in all epochs."""
         return as_places(places)
 
     @property
@@ -128,14 +127,14 @@ class Rows(Stage):
         return self.cardinality if self.origin is None else self.origin.num_homes
 
     def keep(self, first: int, last: int) -> None:
-        """Let a cache keep only rows whose `homes` are in ``range(first, last)``."""
+        """Let caches keep only rows whose `homes` are in ``range(first, last)``."""
         if self.origin is not None:
             self.origin.keep(first, last)
 
     def iterate(self, epoch: int) -> Iterator[Tree]:
-        """Yield the elements of an epoch, and read them in blocks."""
+        """Return an iterator over an epoch, which reads the elements in blocks."""
         ready: deque[Tree] = deque()
-        # After an error, the rows before ``careful`` are read one by one.
+        # If a block cannot be read, its rows (before ``careful``) are read singly.
         place = careful = 0
 
         def step() -> Tree:
@@ -157,7 +156,7 @@ class Rows(Stage):
         return CallIterator(step)
 
     def spec(self) -> Tree:
-        """Return the specs of an element, from a block that is read without rows."""
+        """Return the specs of an element, from a block of 0 rows."""
         block = self.read(slice(0, 0), 0)
         return tree_map(lambda leaf: ArraySpec(leaf.shape[1:], leaf.dtype), block)
 
@@ -175,14 +174,14 @@ def as_places(places: Places) -> Array:
 
 
 def epoch_of_repetition(epoch: int, count: int, repetition: int) -> int:
-    """Return the parent's epoch for a repetition; each repetition has another epoch."""
+    """Return the parent's epoch for a repetition; no two repetitions have the same."""
     if count == INFINITE:
         return (epoch << 32) | repetition
     return epoch * count + repetition
 
 
 class SourceRows(Rows):
-    """A stage of the rows of columns."""
+    """A stage of the rows of a source, such as arrays or an HDF5 group."""
 
     def __init__(self, columns: Columns) -> None:
         self.columns = columns
@@ -190,7 +189,7 @@ class SourceRows(Rows):
         self.words = columns.describe()
 
     def read(self, places: Places, epoch: int) -> Tree:
-        """Read rows; slices of arrays in memory are read-only views."""
+        """Read rows; a slice of a NumPy array is returned as a read-only view."""
         return self.columns.read(places)
 
     def elements(self, places: Places, epoch: int) -> list[Tree]:
@@ -238,7 +237,7 @@ class _RowsOfParent(Rows):
         self.cardinality, self.block_rows = parent.cardinality, parent.block_rows
 
     def rows(self, places: Places, epoch: int) -> Places:
-        """Return the places of rows in the parent stage."""
+        """Return the places in the parent stage of the rows at ``places``."""
         return places
 
     def read(self, places: Places, epoch: int) -> Tree:
@@ -252,7 +251,7 @@ class _RowsOfParent(Rows):
 
 
 class StridedRows(_RowsOfParent):
-    """Every ``step``-th row of a stage, from ``first``, for take, skip and shard."""
+    """Every ``step``-th row of a stage from row ``first``, for take, skip and shard."""
 
     def __init__(self, parent: Rows, first: int, step: int, cardinality: int) -> None:
         super().__init__(parent, f"of these {cardinality} from {first} by {step}")
@@ -266,7 +265,7 @@ class StridedRows(_RowsOfParent):
 
 
 class ShuffledRows(_RowsOfParent):
-    """Rows in another order in each epoch, or always in the order of epoch 0."""
+    """The parent's rows, shuffled anew in each epoch, or always as in epoch 0."""
 
     def __init__(
         self,
@@ -280,12 +279,12 @@ class ShuffledRows(_RowsOfParent):
         self.origin = parent
         self._make_order = make_order
         self._reshuffles = reshuffles
-        # Orders of epochs that began with order version 1.
+        # The order of the epoch that began with order version 1, if there is one.
         self._exact: dict[int, Order] = {}
         self._orders: dict[int, Order] = {}
 
     def keep_exact(self, epoch: int, seed: int) -> None:
-        """Use order version 1, of an older checkpoint, for an epoch."""
+        """Use order version 1 for an epoch that an older library version began."""
         order = Permutation(self.cardinality, seed, epoch, exact=True)
         self._exact = {epoch: order}
 
@@ -295,8 +294,7 @@ class ShuffledRows(_RowsOfParent):
         order = self._exact.get(epoch) or self._orders.get(epoch)
         if order is None:
             order = self._make_order(epoch)
-            # Keep two orders, because a batch or the readers may use two epochs at
-            # once.
+            # Keep two orders: after repeat(), a batch may have rows of two epochs.
             kept = list(self._orders.items())[-1:]
             self._orders = dict([*kept, (epoch, order)])
         return order.rows(as_places(places))
@@ -306,9 +304,9 @@ class ShuffledRows(_RowsOfParent):
 
 
 class MappedRows(_RowsOfParent):
-    """The results of a function for each row.
+    """The results of a function that is called with each row.
 
-    If there is a seed, the function also gets ``rng``, a generator for each row.
+    With a seed, the function also gets ``rng``, a random generator for this row.
     """
 
     def __init__(
@@ -317,7 +315,7 @@ class MappedRows(_RowsOfParent):
         seeded = "" if seed is None else f" with seed {seed}"
         super().__init__(parent, f"mapped by {name_of(function)}{seeded}")
         self.origin = parent
-        # Read single rows, because the function may fail for one of them.
+        # Map rows one by one, because the function may fail for a row.
         self.block_rows = 1
         self._function = function
         self._seed = seed
@@ -341,7 +339,7 @@ class MappedRows(_RowsOfParent):
     def read(self, places: Places, epoch: int) -> Tree:
         if count_of(places):
             return stack(self.elements(places, epoch))
-        # Map one row, to learn the shapes and dtypes of a block without rows.
+        # Map one row, because a block of 0 rows has the shapes and dtypes of results.
         start = places.start if isinstance(places, slice) else 0
         last = self.cardinality - 1 if self.cardinality != INFINITE else start
         start = max(min(start, last), 0)
@@ -349,7 +347,7 @@ class MappedRows(_RowsOfParent):
         return tree_map(lambda leaf: leaf[:0], block)
 
     def iterate(self, epoch: int) -> Iterator[Tree]:
-        """Yield the results; call the function only when an element is requested."""
+        """Return an iterator that calls the function when a result is requested."""
         places = iter(range(1 << 62))
 
         def make(element: Tree) -> Tree:
@@ -358,16 +356,16 @@ class MappedRows(_RowsOfParent):
         return map(make, self.parent.iterate(epoch))
 
     def spec(self) -> Tree:
-        """Return the spec of the results; calls the function."""
+        """Call the function for some rows, and return the spec of its results."""
         return made_spec(self.parent, lambda row: spec_of(self._made(row, 0, 0)))
 
 
 class CachedRows(_RowsOfParent):
-    """Rows of epoch 0, kept in memory once they were read."""
+    """The rows of the parent's epoch 0, which stay in memory after they were read."""
 
     def __init__(self, parent: Rows) -> None:
         super().__init__(parent, "cached")
-        # Read single rows, because each row is copied by itself.
+        # A block of more rows is not faster, because each row is copied by itself.
         self.block_rows = 1
         self._lock = threading.Lock()
         self._kept: dict[int, Tree] = {}

@@ -22,8 +22,8 @@ __all__ = ["Columns", "open_source", "runs_of"]
 class Columns:
     """Columns of equal length, as the leaves of a nested structure (optree).
 
-    A column is a NumPy or CuPy array, an HDF5 dataset or a sequence. Raises ValueError
-    if lengths differ.
+    A column is a NumPy or CuPy array, an HDF5 dataset or a sequence. The constructor
+    raises ValueError if lengths differ.
     """
 
     def __init__(self, columns: list[Any], structure: Any) -> None:
@@ -36,7 +36,7 @@ class Columns:
             )
         self.columns = columns
         self.structure = structure
-        # Copies row numbers to the GPU, for columns on the GPU.
+        # Copies row numbers to the GPU if columns are on the GPU.
         self._feeder: Feeder | None = None
         self.num_rows = lengths.pop()
 
@@ -52,9 +52,9 @@ class Columns:
         return cls(leaves, structure)
 
     def read(self, rows: Array | slice) -> Tree:
-        """Read rows of every column, in the order given.
+        """Read rows of every column, in the order of ``rows``.
 
-        A slice of rows of an array in host memory is returned as a read-only view.
+        If ``rows`` is a slice, rows of NumPy arrays are read-only views of the column.
         """
         places = rows
         if isinstance(rows, np.ndarray) and any(map(is_device, self.columns)):
@@ -70,7 +70,7 @@ class Columns:
         return unflatten(self.structure, parts)
 
     def elements(self, rows: Array | slice) -> list[Tree] | None:
-        """Read items, which may differ in shape; None if the columns are not items."""
+        """Read items, which may differ in shape; None if columns have no items."""
         (*others, first) = self.columns
         if others or not isinstance(first, _Items):
             return None
@@ -89,9 +89,9 @@ class Columns:
 
 
 class _Items:
-    """A column of examples that are structures of arrays, such as a torch data set.
+    """A column whose items are structures of arrays, such as a torch data set.
 
-    Raises ValueError if an item has another structure than the first item.
+    Reading raises ValueError if an item has another structure than the first item.
     """
 
     def __init__(self, items: Any) -> None:
@@ -107,12 +107,12 @@ class _Items:
         return f"items of {', '.join(kinds)}"
 
     def elements(self, rows: Array | slice) -> list[Tree]:
-        """Read items, whose arrays may differ in shape."""
+        """Read items one by one; their arrays may differ in shape."""
         if isinstance(rows, slice):
             indices = list(range(*rows.indices(len(self))))
         else:
             indices = rows.tolist()
-        # Some libraries read several items faster than one by one.
+        # Torch and Hugging Face data sets may have this method, which is faster.
         at_once = getattr(self._items, "__getitems__", None)
         found = (
             at_once(indices)
@@ -137,7 +137,7 @@ class _Items:
 
 
 def _as_item(item: Any) -> Any:
-    """Return an item whose lists of numbers, such as tokens, are turned into arrays."""
+    """Return an item, with arrays instead of its lists of numbers, such as tokens."""
     if isinstance(item, list) and item and all(map(_is_plain, item)):
         return as_array(item)
     if isinstance(item, list):
@@ -156,7 +156,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _taken(column: Array, places: Array | slice) -> Array:
-    """Return a copy of rows of a column on the GPU."""
+    """Return a copy, on the GPU, of rows of a column on the GPU."""
     taken: Array = column[places]
     return taken.copy() if isinstance(places, slice) else taken
 
@@ -182,12 +182,12 @@ def _read(column: Any, rows: Array | slice) -> Tree:
         ]
         whole: Array = np.concatenate(parts)
         return whole[places]
-    # A Python sequence cannot be indexed by an array.
+    # A Python sequence can be indexed only by single integers.
     return as_array([column[int(row)] for row in rows])
 
 
 def open_source(source: Any) -> Columns:
-    """Return a source as columns; HDF5 datasets become a mapping from their names."""
+    """Return a source as columns; an HDF5 group becomes a mapping of its datasets."""
     if type(source).__module__.startswith("h5py") and hasattr(source, "visititems"):
         return Columns(*flatten(_datasets(source)))
     leaves, structure = flatten(source)
@@ -198,10 +198,9 @@ def open_source(source: Any) -> Columns:
                 "among the columns; pass paths to Dataset.from_files, and text as a "
                 "NumPy array"
             )
-    # Turn arrays of other libraries into NumPy or CuPy arrays, without a copy; keep
-    # files.
+    # Turn other libraries' arrays (but not HDF5 datasets) into NumPy or CuPy arrays.
     leaves = [as_array(leaf) if _is_shared(leaf) else leaf for leaf in leaves]
-    # Rows of a pandas object are read by position, never by label.
+    # Index the rows of pandas objects by position, not by label.
     leaves = [leaf.to_numpy() if hasattr(leaf, "iloc") else leaf for leaf in leaves]
     columns = [_column(leaf) for leaf in leaves]
     if any(c.ndim == 0 for c in columns if isinstance(c, np.ndarray) or is_device(c)):
@@ -221,9 +220,8 @@ def _column(leaf: Any) -> Any:
     """Return a leaf as a column: an array, a sequence, or items of a structure."""
     if not (hasattr(leaf, "__getitem__") and hasattr(leaf, "__len__")):
         return as_array(leaf)
-    # An object with a dtype or a shape is an array, even if its first row cannot be
-    # read. Tables that read several rows at once, as in Hugging Face data sets, are no
-    # arrays, although they have a shape.
+    # An object with a dtype or a shape is an array: its first row need not be read. An
+    # exception is a table with ``__getitems__``, such as a Hugging Face data set.
     is_table = hasattr(leaf, "__getitems__")
     if hasattr(leaf, "dtype") or (hasattr(leaf, "shape") and not is_table):
         return leaf
@@ -243,7 +241,7 @@ def _datasets(group: Any) -> dict[str, Any]:
 
 
 def runs_of(rows: Array, step: int = 1) -> Iterator[tuple[int, int]]:
-    """Yield start and end, in ``rows``, of each run of rows that are ``step`` apart."""
+    """Yield the indices ``start, end`` of runs of numbers that increase by ``step``."""
     if not len(rows):
         return
     ends = np.flatnonzero(np.diff(rows) != step) + 1

@@ -1,4 +1,4 @@
-"""Functions behind a data set's methods, which keep random access where possible."""
+"""Functions that make the stages of a data set, with random access if possible."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ __all__ = [
 
 
 def _less(cardinality: int, count: int) -> int:
-    """Return the number of elements after the first ``count``."""
+    """Return the cardinality of the elements without the first ``count``."""
     return cardinality if cardinality < 0 else max(cardinality - count, 0)
 
 
@@ -158,7 +158,7 @@ def _endless() -> ValueError:
 def shuffle_blocks(
     parent: Stage, block: int, window: int, seed: int, reshuffles: bool
 ) -> Stage:
-    """Return rows in random order: blocks are permuted, then each window is mixed."""
+    """Permute blocks of rows, then shuffle the rows within each window of blocks."""
     if not isinstance(parent, Rows) or parent.cardinality == INFINITE:
         raise ValueError(
             "expected rows that can be read at random, and have an end, to shuffle by "
@@ -195,7 +195,7 @@ def padded_batch(
 def map_elements(
     parent: Stage, function: Callable[..., Any], seed: int | None
 ) -> Stage:
-    """Return the results of a function for each element."""
+    """Call a function with each element, and return its results."""
     if isinstance(parent, Rows):
         return MappedRows(parent, function, seed)
     if isinstance(parent, Batched) and seed is None:

@@ -1,7 +1,7 @@
 """Stages of a data set without random access: each yields elements one by one.
 
-After an element that cannot be made because of an error, these iterators continue with
-the next element, if the parent stage's iterator does.
+After an element that raises an error, these iterators continue with the next element,
+if the parent stage's iterator can continue.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ END = object()
 
 
 class Stream(Stage):
-    """A stage that starts an iterator for each epoch.
+    """A stage whose ``start(epoch)`` returns the iterator over an epoch's elements.
 
     ``size`` is the number of rows in a batch, if elements are batches of a known size.
     """
@@ -94,7 +94,7 @@ class Stream(Stage):
     ) -> Stream:
         """Return a stage whose ``start`` gets the parent's iterator and the epoch.
 
-        Without ``spec``, elements have the parent's specs and batch size.
+        Without ``spec``, elements have the same specs and batch size as in the parent.
         """
         if spec is None:
             options["size"] = parent.batch_size
@@ -109,7 +109,7 @@ class Stream(Stage):
 
 
 def mapped(parent: Stage, function: Callable[..., Any], seed: int | None) -> Stream:
-    """Return the results of a function for each element."""
+    """Call a function with each element, and return its results."""
 
     def made(element: Tree, epoch: int, number: int) -> Tree:
         if seed is None:
@@ -133,7 +133,7 @@ def mapped(parent: Stage, function: Callable[..., Any], seed: int | None) -> Str
 def generated(
     function: Callable[..., Any], args: tuple[Any, ...], signature: Tree | None
 ) -> Stream:
-    """Return the elements of the iterable that a function returns for each epoch."""
+    """Call a function in each epoch, and return the elements of its iterable."""
     if not callable(function):
         raise TypeError(
             "expected a function that returns an iterable, found "
@@ -180,7 +180,7 @@ def _typed(leaf: Any, spec: Any) -> Any:
 
 
 def buffered(parent: Stage, size: int | None, seed: int, reshuffles: bool) -> Stream:
-    """Shuffle the elements through a buffer of ``size`` elements; None means all."""
+    """Shuffle the elements through a buffer of ``size`` (None: of all) elements."""
 
     def start(elements: Iterator[Tree], epoch: int) -> Iterator[Tree]:
         buffer: list[Tree] = []
@@ -231,8 +231,8 @@ def _chained(
 ) -> Iterator[Tree]:
     """Yield the elements of one iterator after another.
 
-    With ``ends_if_empty``, end if the first iterator has no elements, because an
-    endless repetition without elements would never return.
+    With ``ends_if_empty``, end if the first iterator has no elements, because repeating
+    an empty data set forever would never return.
     """
     elements: Iterator[Tree] | None = None
     is_empty = ends_if_empty
@@ -378,10 +378,10 @@ def interleaved(
     cycle_length: int,
     block_length: int,
 ) -> Stream:
-    """Make a data set of each element, and return blocks of their elements in turn.
+    """Make a data set from each element; return blocks of their elements in turn.
 
-    As in tf.data, a data set that has ended is replaced by the next one only when its
-    slot has its turn again.
+    As in tf.data, a slot whose data set has ended gets the next data set only when it
+    is the slot's turn again.
     """
 
     def made(element: Tree) -> Stage:
@@ -426,7 +426,7 @@ def interleaved(
 def _chosen(
     choices: Iterator[Any], sources: Sequence[Iterator[Tree]], stop_on_empty: bool
 ) -> Iterator[Tree]:
-    """Yield elements of several iterators; ``choices`` are the iterators' numbers."""
+    """Yield the next element of ``sources[number]`` for each number in ``choices``."""
     left: list[Iterator[Tree] | None] = list(sources)
 
     def step() -> Tree:
@@ -463,7 +463,7 @@ def _listed(parents: Sequence[Stage], between: str = ", ") -> str:
 
 
 def chosen(parents: Sequence[Stage], choices: Stage, stop_on_empty: bool) -> Stream:
-    """Return elements of several stages; elements of ``choices`` are stage numbers."""
+    """Return the next element of ``parents[number]`` for each number in ``choices``."""
 
     def start(epoch: int) -> Iterator[Tree]:
         sources = [parent.iterate(epoch) for parent in parents]
@@ -485,8 +485,7 @@ def sampled(
             f"expected a weight >= 0 for each of {len(parents)} data sets, found "
             f"{weights}; change the weights"
         )
-    # Leave out data sets of weight 0, because the stream would wait for their ends
-    # forever.
+    # Leave out data sets of weight 0: the stream would run forever to find their ends.
     drawn = [p for p, share in zip(parents, shares, strict=True) if share > 0]
     positive = shares[shares > 0]
     ends = np.cumsum(positive / np.sum(positive))
@@ -507,8 +506,7 @@ def zipped(parents: Tree) -> Stream:
     """Combine one element of each stage into one, until the shortest stage ends."""
     stages, structure = flatten(parents)
     lengths = [stage.cardinality for stage in stages]
-    # The minimum is UNKNOWN (-2) if a length is unknown, because the stage of that
-    # length may be the shortest.
+    # The minimum is UNKNOWN (-2) if any length is unknown.
     shortest = min((n for n in lengths if n != INFINITE), default=INFINITE)
 
     def start(epoch: int) -> Iterator[Tree]:

@@ -30,13 +30,13 @@ def sync_batch_moments(
 
     Collective over the strategy's replicas, in replica context; one reduction.
 
-    Each replica computes the count, the mean and the sum of squared differences from
-    the mean of its values, in float64. All replicas' results are gathered, and combined
-    as if one process had all values (Chan, Golub and LeVeque, Algorithms for computing
-    the sample variance, The American Statistician 37, 1983,
-    doi:10.1080/00031305.1983.10483115). Reducing sums of values and of squares would
-    send less, but for values with a large mean the variance would lose twice as many
-    digits.
+    Each replica computes three numbers per channel from its values, in float64: count,
+    mean, and sum of squared differences from the mean. Every replica combines the
+    numbers of all replicas as if one process had all values (Chan, Golub and LeVeque,
+    Algorithms for computing the sample variance, The American Statistician 37, 1983,
+    doi:10.1080/00031305.1983.10483115). Sums of values and of squares would need a
+    smaller message, but for values with a large mean the variance would lose twice as
+    many digits.
 
     Parameters
     ----------
@@ -61,8 +61,8 @@ def sync_batch_moments(
     Raises
     ------
     ValueError
-        If values are not real numbers, or if there is no such axis; the other replicas
-        raise ReplicaError.
+        If values are not real numbers, or if ``x`` has no dimension ``axis``; the other
+        replicas raise ReplicaError.
     CollectiveError
         If replicas have different numbers of channels; raised on every replica.
     RuntimeError
@@ -83,17 +83,16 @@ def _combined(
     channels = array.shape[axis]
     row = _own_moments(array, axes, channels)
     library = array_module(row)
-    # Each replica fills only its own row, so the sum of all replicas' arrays gathers
-    # all rows without rounding. The reduction's header compares numbers of channels.
+    # Each replica fills only its own row, so that the sum over replicas has all rows,
+    # without rounding. Ranks compare this array's shape, and so the number of channels.
     rows = library.zeros((strategy.num_replicas_in_sync, row.size))
     rows[strategy.replica_id] = row
     rows = strategy.collectives.batch_reduce(ReduceOp.SUM, rows, name)
     counts, means, squares = rows[:, :1], rows[:, 1 : 1 + channels], rows[:, -channels:]
     count: Any = counts.sum()
-    # Do not divide by 0 if no replica has values.
+    # The count is 0 if no replica has values.
     divisor = library.maximum(count, 1)
-    # Average the differences from one replica's mean, because the sum of large means
-    # would lose digits.
+    # Average differences from one replica's mean: a sum of large means loses digits.
     origin = library.take(means, counts.argmax(), axis=0)
     mean = origin + (counts * (means - origin)).sum(axis=0) / divisor
     between = counts * (means - mean) ** 2
@@ -109,7 +108,7 @@ def sync_batch_moments_backward(
     dvariance: ArrayLike,
     axis: int = -1,
 ) -> Array:
-    """Return the gradient with respect to ``x``, through its mean and variance.
+    """Return the part of the gradient of ``x`` that comes from its mean and variance.
 
     Collective over the strategy's replicas, in replica context; one reduction.
 
@@ -189,8 +188,8 @@ def strategy_of(what: str) -> Strategy:
 def checked(x: ArrayLike, axis: int) -> tuple[Array, tuple[int, ...]]:
     """Return ``x`` as an array, and the dimensions to average over: all but ``axis``.
 
-    Raises ValueError for types other than real numbers, for fewer than two dimensions,
-    or if the array has no dimension ``axis``.
+    Raises ValueError if the values are not real numbers, or if the array has fewer than
+    two dimensions, or no dimension ``axis``.
     """
     array = as_array(x)
     if array.dtype.kind not in "iuf" and not is_half(array.dtype):
@@ -222,12 +221,11 @@ def _own_moments(array: Array, axes: tuple[int, ...], channels: int) -> Array:
     library = array_module(array)
     row: Array = library.zeros(1 + 2 * channels)
     count = array.size // channels if channels else 0
-    # A replica without values sends a row of zeros.
     if not count:
         return row
     mean = array.sum(axis=axes, dtype=np.float64, keepdims=True) / count
     centered = array - mean
-    # Without rounding, this sum would be 0. It corrects the rounding error of `mean`.
+    # This sum differs from 0 only by the rounding error of ``mean``, which it corrects.
     rest = centered.sum(axis=axes)
     library.square(centered, out=centered)
     row[0] = count
@@ -241,10 +239,10 @@ def through_moments(
 ) -> tuple[Array, Array]:
     """Return the offset and slope of the gradient with respect to a channel's values.
 
-    Collective over the strategy's replicas; one reduction. ``partial``, of shape (2,
-    channels), has the derivatives of this replica's part of the loss with respect to
-    mean and variance; these are summed over replicas. The derivative of the loss with
-    respect to a value is ``offset + slope * (value - mean)``.
+    Collective over the strategy's replicas: one reduction sums ``partial``, of shape
+    (2, channels), which has the derivatives of this replica's part of the loss with
+    respect to mean and variance. The derivative of the whole loss with respect to a
+    value, through mean and variance, is ``offset + slope * (value - mean)``.
     """
     summed = strategy.collectives.batch_reduce(ReduceOp.SUM, partial, name)
     offset, slope = summed / array_module(summed).maximum(count, 1)

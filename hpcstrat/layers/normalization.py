@@ -37,10 +37,9 @@ class SyncBatchNormalization(AnnouncesInitErrors):
     mean and variance. The result is ``gamma * (x - m) / sqrt(v + epsilon) + beta``
     (Ioffe and Szegedy, arXiv:1502.03167). Results, gradients and moving moments are the
     same as in one process with all replicas' examples, however the examples are divided
-    among replicas. The defaults are Keras' defaults. Moving means and variances are
-    updated as in Keras: ``moving = momentum * moving + (1 - momentum) * new``, in which
-    ``new`` is the batch's mean or variance. Creation in the strategy's scope is
-    collective over the replicas.
+    among replicas. Defaults and updates are the same as in Keras: ``moving = momentum *
+    moving + (1 - momentum) * new``, in which ``new`` is the global batch's mean or
+    variance. Creation in the strategy's scope is collective over the replicas.
 
     Parameters
     ----------
@@ -49,14 +48,14 @@ class SyncBatchNormalization(AnnouncesInitErrors):
     axis : int
         The dimension of the channels.
     momentum : float
-        Weight of the old moving moments in an update, from 0 to 1.
+        Weight of the old moving mean and variance in an update, from 0 to 1.
     epsilon : float
         Small number that is added to the variance.
     center, scale : bool
         Whether the layer has a ``beta`` (center) and a ``gamma`` (scale).
     name : str
-        First part of the variables' names. Each layer needs its own name, because
-        optimizers need unique names of variables.
+        First part of the variables' names, unique in the model, because optimizers
+        distinguish variables by name.
     dtype : dtype
         Type of the variables.
 
@@ -71,7 +70,7 @@ class SyncBatchNormalization(AnnouncesInitErrors):
     Raises
     ------
     ValueError
-        For a number of channels, a momentum or an epsilon out of range.
+        If the number of channels, the momentum or epsilon is out of range.
     """
 
     def __init__(
@@ -106,9 +105,9 @@ class SyncBatchNormalization(AnnouncesInitErrors):
         self.moving_variance = own(ones, name=f"{name}/moving_variance", **moving)
         self._forward = f"forward of {name}"
         self._backward = f"backward of {name}"
-        # Results that `forward` keeps for `backward`, by replica of this process:
-        # centered values, inverse deviations, type of the result, number of values
-        # (None outside of training).
+        # Kept by `forward` for `backward`, by replica of this process: centered values,
+        # inverse standard deviations, dtype of the result, number of values (None
+        # outside of training).
         self._kept_by: dict[int, tuple[Array, Array, Any, Any]] = {}
 
     @property
@@ -159,7 +158,7 @@ class SyncBatchNormalization(AnnouncesInitErrors):
         """
         if not training:
             return self._normalized(x, training)
-        # Make this a collective call, so that an error on one replica is raised on all.
+        # In ``call``, an error on one replica makes all replicas raise an error.
         normalized: Array = self._replicas(self._forward).collectives.call(
             self._forward, self._normalized, x, training
         )
@@ -251,7 +250,7 @@ class SyncBatchNormalization(AnnouncesInitErrors):
                 f"forward of layer {self.name!r}, found {found.shape}; call "
                 "backward once after each forward"
             )
-        # Each forward has one backward, so these large arrays can be freed now.
+        # Free these large arrays now, because each forward has only one backward.
         self._kept = None
         gradient = found.astype(np.float64, copy=False)
         axes = others(centered.ndim, self.axis)
@@ -267,8 +266,7 @@ class SyncBatchNormalization(AnnouncesInitErrors):
             dx += self._spread(offset, dx) + self._spread(slope, dx) * centered
         return (
             dx.astype(dtype, copy=False),
-            # These gradients are not summed over replicas here: the optimizer sums all
-            # gradients in one reduction.
+            # Do not sum these over replicas: the optimizer does, in one reduction.
             _cast(products * inverse, self.gamma),
             _cast(dbeta, self.beta),
         )
@@ -314,19 +312,17 @@ class SyncBatchNormalization(AnnouncesInitErrors):
         return spread(vector, array.ndim, self.axis)
 
     def _move(self, moving: Variable, new: Array, count: Any) -> None:
-        # Change only this replica's component, because every replica changes its own
-        # component with equal moments.
+        # Every replica changes only its own component, with the same moments.
         old = moving.component
         moved = self.momentum * _beside(new, old) + (1 - self.momentum) * new
         if is_device(count):
-            # The count is on the GPU: the host cannot test it without waiting.
+            # The count is on the GPU: testing it on the host would wait for the GPU.
             moved = array_module(count).where(count > 0, moved, _beside(new, old))
         moved = _beside(old, moved)
         if is_device(old):
             old[...] = moved.astype(old.dtype)
         else:
-            # Write in place, because checkpoints and views of the program use this
-            # memory.
+            # Write in place: checkpoints and views of the program refer to this memory.
             np.copyto(old, moved, casting="same_kind")
 
     def __repr__(self) -> str:

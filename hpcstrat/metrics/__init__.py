@@ -1,10 +1,10 @@
 """Metrics: averages over the examples of all replicas since the last reset.
 
-Each replica updates its own totals, without communication. In cross-replica context
-`Metric.result` sums the totals of all replicas in one reduction, and `results` sums the
-totals of several metrics in one reduction. So an average counts every example once,
-even if the replicas' batches differ in size. Names, updates and weights follow
-``tf.keras.metrics``; sums are float64. `Log` writes metrics to a file that contains
+Each replica updates its own totals, without communication. In cross-replica context,
+one reduction sums the totals of all replicas: of one metric in `Metric.result`, of
+several metrics in `results`. An average therefore counts every example once, even if
+the replicas' batches differ in size. Names, updates and weights follow
+``tf.keras.metrics``; totals are float64. `Log` writes metrics to a file that contains
 each step only once, even if the job is requeued.
 """
 

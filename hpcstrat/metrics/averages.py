@@ -54,8 +54,8 @@ class Sum(Metric):
         values : array_like of any shape
             Real numbers; may be empty.
         sample_weight : array_like, optional
-            See `Mean.update_state`; but values are summed, not averaged, over
-            dimensions that the weights lack.
+            See `Mean.update_state`; but over dimensions that the weights lack, values
+            are summed, not averaged.
 
         Raises
         ------
@@ -86,7 +86,7 @@ class _Average(Metric):
         if sample_weight is not None:
             array, weights = _fitted(array, as_float64(sample_weight), mean_over)
             array = array * weights
-            # Each weight is counted once for each value that it multiplies.
+            # The count is the sum of all values' weights.
             count = array_module(weights).broadcast_to(weights, array.shape).sum()
         self._add(total=array.sum(), count=count)
 
@@ -132,11 +132,11 @@ class Mean(_Average):
         values : array_like of any shape
             Real numbers; may be empty.
         sample_weight : array_like, optional
-            A scalar, or an array of the values' shape. In this array, dimensions may be
-            1, and a last dimension of 1 may be added. Weights may also have only the
-            values' first dimensions. If they lack only the last dimension, they are
-            repeated along it; else values are averaged over the missing dimensions
-            first.
+            A scalar, or an array that broadcasts to the values' shape; an additional
+            last dimension of length 1 is dropped. Weights with fewer dimensions belong
+            to the values' first dimensions: if only the last dimension is missing,
+            weights are repeated along it; else values are first averaged over the
+            missing dimensions.
 
         Raises
         ------
@@ -193,8 +193,7 @@ class MeanMetricWrapper(_Average):
             If labels, predictions or weights have wrong shapes or dtypes.
         """
         self._require_own()
-        # Floating-point warnings of the function are shown, because it may be the
-        # program's own function.
+        # Show floating-point warnings of the function, which may be the program's own.
         self._average(as_float64(self._fn(y_true, y_pred)), sample_weight)
 
 
@@ -209,8 +208,7 @@ def as_float64(value: ArrayLike) -> Array:
             f"expected real numbers for a metric, found dtype {array.dtype}; convert "
             "them"
         )
-    # Totals are float64, because in float32 the total of a long epoch would stop
-    # growing.
+    # Totals are float64: in float32, the total of a long epoch would stop growing.
     return rounded(array, np.dtype(np.float64))
 
 
@@ -226,7 +224,7 @@ def _sum_over(array: Array, axis: int | tuple[int, ...]) -> Array:
 
 
 def of_one_library(first: Array, second: Array) -> tuple[Array, Array]:
-    """Return both arrays; move both to the GPU if either is on a GPU."""
+    """Return both arrays; copy both to the GPU if one of them is on a GPU."""
     if is_device(first) or is_device(second):
         return to_device(first), to_device(second)
     return first, second

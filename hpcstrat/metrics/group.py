@@ -1,4 +1,4 @@
-"""A function and a class that read several metrics in one reduction."""
+"""Reading several metrics in one reduction: `results` and `MetricGroup`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpcstrat.variables import Variable
 
 
 def results(metrics: Mapping[str, Metric] | Iterable[Metric]) -> Any:
-    """Return the results of several metrics, with one reduction for all of them.
+    """Return the results of several metrics, with one reduction for all metrics.
 
     Collective over the strategy's replicas in cross-replica context, else not
     collective.
@@ -30,7 +30,7 @@ def results(metrics: Mapping[str, Metric] | Iterable[Metric]) -> Any:
     ValueError
         If the metrics belong to several strategies.
     CollectiveError
-        If replicas read different metrics. On every replica.
+        If replicas read different metrics; raised on every replica.
     """
     named = isinstance(metrics, Mapping)
     every: list[Metric] = list(

@@ -1,4 +1,4 @@
-"""A log of numbers, text and pictures, truncated when a checkpoint is restored."""
+"""A log of numbers, texts and pictures, truncated when a checkpoint is restored."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class Log:
     """A log of metrics that has each step only once, even if the job is requeued.
 
     Pass the log to the `CheckpointManager` together with the model: a checkpoint then
-    contains the position in the log, and a restore truncates the log to that position.
-    Later lines are moved to ``metrics.removed.jsonl``. An existing log is moved to the
-    same file when a training begins without a restore.
+    contains the length of the log, and a restore truncates the log to that length. The
+    removed lines are appended to ``metrics.removed.jsonl``. If a training begins
+    without a restore, all lines of an existing log are moved there.
 
     Parameters
     ----------
     folder : str or path
-        The folder of the file ``metrics.jsonl``. Replica 0 writes one line of JSON to
-        the file for each call.
+        The folder of the file ``metrics.jsonl``, to which replica 0 writes one line of
+        JSON for each call.
     sinks : sequence of TensorBoard, MLflow
         Additional logs, which a restore truncates in the same way.
     strategy : Strategy, optional
@@ -90,7 +90,7 @@ class Log:
         self._strategy = strategy or get_strategy()
         self._file = LogFile(self.folder)
         self._sinks = list(sinks)
-        # True if the existing lines of the file have been read.
+        # True after the lines of an earlier training have been kept or removed.
         self._is_begun = False
         token = push(self._strategy.cross_entry)
         try:
@@ -115,7 +115,7 @@ class Log:
         of: int | str = 0,
         **more: Any,
     ) -> None:
-        """Log numbers of a step; called by all replicas, also inside `Strategy.run`.
+        """Log numbers of a step; all replicas make this call, in or out of `run`.
 
         Collective over the strategy's replicas, unless ``of`` is 0.
 
@@ -127,7 +127,7 @@ class Log:
             Numbers by name.
         of : int or str
             The replica whose numbers are logged; or ``"mean"`` or ``"sum"``, to log the
-            mean or sum over all replicas, computed in one reduction.
+            mean or sum over all replicas, with one reduction.
         **more : scalar
             More numbers, by name.
         """
@@ -179,7 +179,7 @@ class Log:
         if not of:
             own = _as_png(picture) if self._writes() else None
         else:
-            # If drawing fails, the waiting replicas raise an error, too.
+            # If drawing fails on one replica, all replicas raise an error.
             with self._strategy.collectives.all_raise("a picture for the log"):
                 own = _as_png(picture) if self._is(of) else None
         own = self._from(of, own)
@@ -191,7 +191,7 @@ class Log:
             self._append(step, pictures={name: path})
 
     def flush(self) -> None:
-        """Write all records to the disk, and flush the sinks.
+        """Write all records to the disk (fsync), and flush the sinks.
 
         Not collective.
         """
@@ -212,8 +212,7 @@ class Log:
         When the call returns, all lines before that position are on the disk."""
         self._tell("flush")
         place = self._file.place()
-        # Only replica 0 writes the log, so its position is saved, and restored on all
-        # replicas.
+        # The variable's aggregation saves the value of replica 0, which writes the log.
         np.copyto(self._place.component, np.array(place, np.uint64))
         return {"place": self._place}
 
@@ -240,10 +239,9 @@ class Log:
     def _reduced(self, how: str, values: dict[str, Any]) -> dict[str, Any]:
         """Return the sum or mean of each value over all replicas, as ``how`` says."""
         context = self._context()
-        # Each distributed value is reduced by a separate call of `reduce`.
+        # Each distributed value needs its own call of ``Strategy.reduce``.
         apart = {n: v for n, v in values.items() if isinstance(v, DistributedValues)}
-        # If a value on this replica is not a number, the waiting replicas raise an
-        # error, too.
+        # If a value on one replica is not a number, all replicas raise an error.
         with self._strategy.collectives.all_raise("numbers for the log"):
             plain = {n: np.float64(v) for n, v in values.items() if n not in apart}
         found = {
@@ -257,9 +255,7 @@ class Log:
         return found
 
     def _from(self, replica: int, value: Any) -> Any:
-        """On replica 0, return the value that the given replica passed.
-
-        The results on other replicas are not used."""
+        """Return the value that a replica passed; only replica 0 uses the result."""
         if replica == 0:
             return value
         collectives = self._strategy.collectives
@@ -281,7 +277,7 @@ class Log:
         return self._is(0)
 
     def _begin(self) -> None:
-        """Move an earlier training's lines to another file, before the first record."""
+        """Before the first record, remove the lines of an earlier training."""
         if not self._is_begun:
             self._cut(LogFile(self.folder).place())
 
@@ -302,7 +298,7 @@ class Log:
         self._tell("write", record)
 
     def _free_name(self, path: str) -> str:
-        """Return an unused file name for a picture, because a step may have several."""
+        """Return a file name that no other picture of the same step and name has."""
         others = 0
         while (
             self.folder / (found := f"{path}{f'-{others}' * (others > 0)}.png")
@@ -311,9 +307,7 @@ class Log:
         return found
 
     def _tell(self, method: str, *arguments: Any) -> None:
-        """Call a method of each sink.
-
-        A sink that raises an error is removed; the log's file still has all data."""
+        """Call a method of each sink; remove a sink that raises an error."""
         if not self._is_begun:
             return
         for sink in [*self._sinks]:

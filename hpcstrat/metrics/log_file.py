@@ -1,4 +1,4 @@
-"""A file of JSON lines; a restore truncates it to the position in the checkpoint."""
+"""The file of a log of metrics: JSON lines, truncated when a checkpoint is restored."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from hpcstrat.engine.logs import get_logger
 
 _Record = dict[str, Any]
 
-# JSON cannot represent NaN and infinity, and most readers refuse Python's notation, so
-# these values are written as strings.
+# NaN and infinity are written as strings, because JSON has no numbers for them.
 _NAMES = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -41,7 +40,7 @@ def _decoded(data: bytes) -> Iterator[_Record]:
         try:
             record = json.loads(line)
         except ValueError:
-            # A job ended while it wrote this line; a later job has added the line end.
+            # A job was killed while it wrote this line; a later job added the line end.
             continue
         if "scalars" in record:
             record["scalars"] = {
@@ -64,9 +63,9 @@ def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Returns
     -------
     list of dict
-        One record for each call, in order: ``step``, ``time`` (seconds since 1970), and
-        one of ``scalars``, ``text`` and ``pictures``, which are dicts by name. Pictures
-        are paths relative to the folder.
+        One record for each call of a method of `Log`, in order: ``step``, ``time``
+        (seconds since 1970), and one of ``scalars``, ``text`` and ``pictures``, which
+        are dicts by name. Pictures are paths relative to the folder.
     """
     found = Path(path)
     file = found / LogFile.NAME if found.is_dir() else found
@@ -74,10 +73,9 @@ def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 class LogFile:
-    """The file of a log, as used by the only process that writes it.
+    """The file of a log, in the only process that writes it.
 
-    ``position`` is the length in bytes of the lines that belong to this training. `cut`
-    removes the lines after a position.
+    ``position`` is the length, in bytes, of the lines that belong to this training.
     """
 
     NAME = "metrics.jsonl"
@@ -98,7 +96,7 @@ class LogFile:
         return self._file
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write a record to the file; the record survives if this process is killed."""
+        """Write a record to the file, where it remains if this process is killed."""
         line, file = _encoded(record), self._open()
         self._is_dirty = True
         written = 0
@@ -108,7 +106,7 @@ class LogFile:
         self._hash.update(line)
 
     def place(self) -> tuple[int, int]:
-        """Sync the file to disk; return its position, and a hash of its data."""
+        """Write the file to the disk (fsync); return its position and a hash of it."""
         if self._file is not None and self._is_dirty:
             os.fsync(self._file)
             self._is_dirty = False
@@ -117,7 +115,8 @@ class LogFile:
     def cut(self, position: int, digest: int) -> tuple[list[_Record], list[_Record]]:
         """Truncate the file at a position; return the kept and the removed records.
 
-        The removed lines are appended to the file ``metrics.removed.jsonl``."""
+        Removed lines are appended to ``metrics.removed.jsonl``. If the data before the
+        position do not have the hash ``digest``, the whole file is removed."""
         file = self._open()
         data, end = os.pread(file, os.fstat(file).st_size, 0), position
         if end > len(data):
@@ -135,7 +134,6 @@ class LogFile:
 
     def _keep_removed(self, data: bytes) -> None:
         with open(self.folder / self.REMOVED, "ab") as file:
-            # An incomplete line is completed with a line end.
             file.write(data if data.endswith(b"\n") else data + b"\n")
             file.flush()
             os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Sinks, to which a log of metrics also writes its records: TensorBoard and MLflow."""
+"""Additional logs to which a log of metrics writes its records: TensorBoard, MLflow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Record = dict[str, Any]
 
 
 class Sink(Protocol):
-    """An additional log that receives each record that is written to the file."""
+    """An additional log, which receives each record that `Log` writes to its file."""
 
     def open(self, folder: Path) -> None:
         """Prepare the sink for the log's folder; called before each other method."""
@@ -42,8 +42,8 @@ def _missing(library: str, package: str) -> HpcstratError:
 class TensorBoard:
     """A sink that writes a log of metrics for TensorBoard.
 
-    After a restore, TensorBoard drops the steps after the checkpoint, so that it shows
-    each step once. This class needs the package ``tensorboard``.
+    After a restore, TensorBoard drops the steps after the checkpoint, and so shows each
+    step once. This class needs the package ``tensorboard``.
 
     Parameters
     ----------
@@ -91,8 +91,7 @@ class TensorBoard:
         self._add(summary=Summary(value=values), **about)
 
     def cut(self, kept: Sequence[_Record], removed: Sequence[_Record]) -> None:
-        """Drop the first removed step and all later steps from TensorBoard.
-
+        """Let TensorBoard drop the last kept step, and all removed and later steps.
 
         Kept records of these steps are written again. For the library's own modules."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
@@ -138,7 +137,7 @@ def _text(name: str, text: str) -> Any:
 def _picture(name: str, png: bytes) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    # The header of a PNG file contains width and height.
+    # A PNG file has its width at byte 16 and its height at byte 20.
     width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
     image = Summary.Image(
         width=width, height=height, colorspace=3, encoded_image_string=png
@@ -149,10 +148,10 @@ def _picture(name: str, png: bytes) -> Any:
 class MLflow:
     """A sink that writes a log of metrics as a run of MLflow.
 
-    MLflow cannot remove values of a metric. So a job that continues from a checkpoint
-    begins a new run, writes the kept records to it, and deletes the previous run;
-    ``mlflow gc`` then removes that run permanently. This class needs the package
-    ``mlflow`` or ``mlflow-skinny``.
+    MLflow cannot remove values of a metric. Therefore a job that continues from a
+    checkpoint begins a new run, writes the kept records to it, and marks the previous
+    run as deleted, which ``mlflow gc`` then removes permanently. This class needs the
+    package ``mlflow`` or ``mlflow-skinny``.
 
     Parameters
     ----------

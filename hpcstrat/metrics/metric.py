@@ -1,4 +1,4 @@
-"""The base class of metrics: reading a metric sums the totals of all replicas."""
+"""The base class of metrics, whose results are computed from all replicas' totals."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Metric(AnnouncesInitErrors):
     def __init__(self, name: str, dtype: Any, totals: Sequence[str]) -> None:
         self.name = name
         self.dtype = np.dtype(dtype)
-        # Sums of values on a GPU, by the replica's index in this process and the
-        # total's name. They stay on the GPU, because updates must not wait for it;
+        # Sums of values on a GPU, by index of the replica in this process and name of
+        # the total. The sums stay on the GPU, so that updates do not wait for it;
         # `_settle` adds them to the totals in host memory.
         self._on_device: dict[tuple[int, str], Array] = {}
-        # All totals have one dtype, so that a message needs only one buffer. Counts are
-        # float64, too, because sums of weights need not be integers.
+        # All totals are float64, so that one message can contain all of them. A count
+        # may be a sum of weights, which are not integers.
         self._totals = {
             total: class_for_state()(
                 np.float64(0),
@@ -58,7 +58,7 @@ class Metric(AnnouncesInitErrors):
     def variables(self) -> list[Variable]:
         """The totals, as SyncOnRead variables with aggregation ``SUM``.
 
-        Waits for the GPU if values are on a GPU and the variables in host memory."""
+        Waits for the GPU if updates had values on a GPU."""
         self._settle()
         return list(self._totals.values())
 
@@ -87,7 +87,7 @@ class Metric(AnnouncesInitErrors):
         return self.result_of(read_totals(self.variables))
 
     def result_of(self, totals: Sequence[Array]) -> Any:
-        """Return the value of the metric that is computed from given totals.
+        """Compute the metric from given totals.
 
         Not collective.
 
@@ -99,7 +99,7 @@ class Metric(AnnouncesInitErrors):
         Returns
         -------
         scalar of the metric's dtype
-            The metric.
+            The value of the metric.
         """
         raise NotImplementedError(type(self).__name__)
 
@@ -134,10 +134,10 @@ class Metric(AnnouncesInitErrors):
             self._totals[name].components[index][...] += to_host(amount)
 
     def _require_own(self) -> None:
-        """Raise RuntimeError for an update in cross-replica context."""
+        """Raise RuntimeError if an update is called in cross-replica context."""
         first = next(iter(self._totals.values()))
         distributed = isinstance(first, SyncOnReadVariable)
-        # In cross-replica context, each of N replicas would add the same value.
+        # In cross-replica context, N replicas would add the same value N times.
         if distributed and not _reads_own():
             raise RuntimeError(
                 f"expected update_state of metric {self.name!r} in replica context, "
@@ -154,7 +154,7 @@ class Metric(AnnouncesInitErrors):
                 self._on_device[key] = amount if kept is None else kept + amount
             else:
                 value = amount if is_device(amount) else np.float64(amount)
-                # The new value is not read, because reading it would make a copy.
+                # Do not return the new value, which would be a copy.
                 total.assign_add(value, read_value=False)
 
     def __repr__(self) -> str:
@@ -173,13 +173,11 @@ def read_totals(variables: Sequence[Variable]) -> list[Array]:
     strategy's replicas in cross-replica context, in one reduction; else not collective.
     Raises ValueError for variables of several strategies.
     """
-    # No collective call is made inside ``run``, because other replicas may not read
-    # their totals.
+    # Inside ``run``, make no collective call: other replicas may not read their totals.
     if _reads_own():
         return [to_host(variable.value()) for variable in variables]
     strategies = {id(v.distribute_strategy): v.distribute_strategy for v in variables}
-    # Plain metrics belong to this process, and may be read together with the metrics of
-    # any strategy.
+    # Metrics of this process alone may be read together with any strategy's metrics.
     strategies.pop(id(None), None)
     if len(strategies) > 1:
         raise ValueError(
@@ -190,7 +188,7 @@ def read_totals(variables: Sequence[Variable]) -> list[Array]:
 
 
 def _reads_own() -> bool:
-    """Return whether variables use this replica's component in the current context."""
+    """Return whether reading a variable now returns this replica's component."""
     entry = current()
     if entry is None or entry.strategy.is_default:
         return False

@@ -19,13 +19,13 @@ from hpcstrat.metrics.averages import (
 
 
 def _matching(true: Array, predicted: Array) -> tuple[Array, Array]:
-    """Drop a last dimension of 1 that only one array has; require equal shapes."""
+    """Return arrays of one shape, without a last dimension of 1 that only one has."""
     true, predicted = of_one_library(true, predicted)
     if true.ndim == predicted.ndim + 1 and true.shape[-1] == 1:
         true = true[..., 0]
     elif predicted.ndim == true.ndim + 1 and predicted.shape[-1] == 1:
         predicted = predicted[..., 0]
-    # Broadcasting is refused: NumPy would broadcast shapes (n,) and (n, 1) to (n, n).
+    # Do not broadcast, because shapes (n,) and (m, n) would become (m, n).
     if true.shape != predicted.shape:
         raise ValueError(
             f"expected labels and predictions of one shape, found {true.shape} and "
@@ -35,18 +35,16 @@ def _matching(true: Array, predicted: Array) -> tuple[Array, Array]:
 
 
 def _over_columns(values: Array) -> Array:
-    """Average each example's values over the last dimension, if there are columns."""
+    """Average over the last dimension, except in a vector of one value per example."""
     array = values.astype(np.float64, copy=False)
-    # A vector contains one value for each example. tf.keras treats a vector as a single
-    # example, so that a small batch has the same weight as a large batch.
+    # Keep vectors: averaged as in tf.keras, small batches would weigh as much as large.
     return mean_over(array, -1) if array.ndim > 1 else array
 
 
 @without_fp_warnings
 def _equal(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     true, predicted = _matching(as_array(y_true), as_array(y_pred))
-    # Predictions are converted to the labels' dtype, because 0.1 in float32 is not
-    # equal to 0.1 in float64.
+    # Compare in the labels' dtype, because 0.1 in float32 is not 0.1 in float64.
     if true.dtype.kind == predicted.dtype.kind == "f":
         predicted = predicted.astype(true.dtype, copy=False)
     return as_array(true == predicted)
@@ -100,7 +98,7 @@ def _absolute_of_columns(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
 
 
 class _PairMetric(MeanMetricWrapper):
-    """Base class of metrics; a subclass sets the function and the default name."""
+    """Base class of the metrics below, which set the function and the default name."""
 
     _of_pairs: Callable[[ArrayLike, ArrayLike], ArrayLike]
     _default_name: str
@@ -138,8 +136,7 @@ class Accuracy(_PairMetric):
 class BinaryAccuracy(_PairMetric):
     """The fraction of predictions that are on their label's side of a threshold.
 
-    A prediction above the threshold counts as label 1, others as label 0. If an example
-    has several columns, their matches are averaged.
+    If an example has several columns, its value is the fraction of matching columns.
 
     Parameters
     ----------
@@ -148,7 +145,7 @@ class BinaryAccuracy(_PairMetric):
     dtype : dtype
         Dtype of the result.
     threshold : float
-        Predictions greater than the threshold, but not equal to it, count as 1.
+        Predictions above the threshold count as label 1, others as label 0.
     """
 
     _default_name = "binary_accuracy"
@@ -166,19 +163,19 @@ class BinaryAccuracy(_PairMetric):
 
 
 class CategoricalAccuracy(_PairMetric):
-    """The fraction of rows whose largest prediction is at the label's position.
+    """The fraction of rows whose largest prediction is at the largest label's position.
 
-    Labels are in one-hot form. The constructor's arguments are those of `Accuracy`."""
+    Labels are in one-hot form. The constructor has the same arguments as `Accuracy`."""
 
     _of_pairs = staticmethod(_equal_largest)
     _default_name = "categorical_accuracy"
 
 
 class SparseCategoricalAccuracy(_PairMetric):
-    """The fraction of rows whose largest prediction is at the class of the label.
+    """The fraction of rows whose largest prediction is at the label's class.
 
     Labels are class numbers. Their shape is the predictions' shape without the last
-    dimension, or with a last dimension of 1. The constructor's arguments are those of
+    dimension, or with a last dimension of 1. The constructor has the same arguments as
     `Accuracy`.
     """
 
@@ -189,7 +186,7 @@ class SparseCategoricalAccuracy(_PairMetric):
 class MeanSquaredError(_PairMetric):
     """The mean of squared differences, averaged over the columns of each example.
 
-    The constructor's arguments are those of `Accuracy`."""
+    The constructor has the same arguments as `Accuracy`."""
 
     _of_pairs = staticmethod(_squared_of_columns)
     _default_name = "mean_squared_error"
@@ -198,7 +195,7 @@ class MeanSquaredError(_PairMetric):
 class MeanAbsoluteError(_PairMetric):
     """The mean of absolute differences, averaged over the columns of each example.
 
-    The constructor's arguments are those of `Accuracy`."""
+    The constructor has the same arguments as `Accuracy`."""
 
     _of_pairs = staticmethod(_absolute_of_columns)
     _default_name = "mean_absolute_error"
@@ -207,11 +204,11 @@ class MeanAbsoluteError(_PairMetric):
 class RootMeanSquaredError(_PairMetric):
     """The square root of the mean of squared differences.
 
-    The mean over all replicas is computed before the root, because an average of roots
-    would be wrong. The constructor's arguments are those of `Accuracy`.
+    The root is computed from the mean over all replicas, because an average of roots
+    would be wrong. The constructor has the same arguments as `Accuracy`.
     """
 
-    # Columns are not averaged first, so all elements have equal weight, as in tf.keras.
+    # Do not average columns first: as in tf.keras, all elements have equal weight.
     _of_pairs, _default_name = staticmethod(_squared), "root_mean_squared_error"
 
     @without_fp_warnings

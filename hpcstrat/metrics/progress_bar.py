@@ -19,13 +19,14 @@ class Progress:
     total : int
         Number of all steps.
     title : str
-        Text at the beginning of the bar or line.
+        Text at the beginning of the bar or of each line.
     start : int
         Number of steps that are already done, for example after a restore.
     show : bool, optional
-        True: show a bar even without a terminal, as under mpirun. False: show nothing.
+        True: show a bar even without a terminal, such as under mpirun. False: show
+        nothing.
     every_seconds : float
-        The time between lines.
+        The least time between two lines.
 
     Examples
     --------

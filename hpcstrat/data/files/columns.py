@@ -1,8 +1,8 @@
 """Columns of files, whose rows are read with few and large system calls.
 
-A column reads rows in increasing order. Rows that are contiguous in the file are read
-by ``preadv``, run by run. Other rows are read in slabs, such as the chunks of a
-compressed dataset; a cache keeps slabs for the next batches.
+If an array is contiguous in the file, one call of ``preadv`` reads a run of adjacent
+rows. Other arrays are read in slabs, such as the chunks of a compressed dataset; a
+cache keeps slabs for the next batches.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ __all__ = [
     "SlabColumn",
 ]
 
-# If reading a row takes longer than this, besides copying, the file is not in the page
-# cache. The kernel is then notified of all rows of a batch before the first row is
-# read, so that it fetches them at the same time.
+# If reading takes longer than this per row, apart from the copying, the file is not in
+# the page cache. In the next batch, the kernel is notified of all rows before the first
+# row is read, so that it fetches the rows at the same time.
 _COLD_SECONDS = 2e-6
 _BYTES_PER_SECOND = 2e9
 # Maximum number of buffers in one call of ``preadv`` on Linux.
@@ -45,7 +45,7 @@ _READER = load_reader()
 
 
 class Column(Protocol):
-    """Rows of one array of a file; ``how`` tells people how the rows are read."""
+    """Rows of one array of a file; ``how`` says in words how the rows are read."""
 
     how: str
     num_rows: int
@@ -53,12 +53,12 @@ class Column(Protocol):
     dtype: Any
 
     def read(self, rows: Array, out: Array, places: Array | None = None) -> None:
-        """Read rows (sorted) into ``out``, one after another or at ``places``."""
+        """Read ascending rows into ``out``, in order or at the indices ``places``."""
         ...
 
 
 class _OpenFile:
-    """A file descriptor that is closed when its last reference is deleted."""
+    """A file descriptor, which is closed when nothing refers to this object anymore."""
 
     def __init__(self, path: str, seen: tuple[int, int]) -> None:
         try:
@@ -93,7 +93,7 @@ class OpenFiles:
         self._lock = threading.Lock()
 
     def note(self, path: str) -> None:
-        """Note a file's size and modification time, which must not change any more."""
+        """Store a file's size and modification time, to detect later changes."""
         status = os.stat(path)
         self._seen[path] = status.st_size, status.st_mtime_ns
 
@@ -101,7 +101,7 @@ class OpenFiles:
         return self._seen[path][0]
 
     def get(self, path: str) -> _OpenFile:
-        """Return an open file, which stays open as long as the caller keeps it."""
+        """Return the open file, which stays open as long as the caller refers to it."""
         with self._lock:
             found = self._open.get(path)
             if found is None:
@@ -113,7 +113,7 @@ class OpenFiles:
 
 
 class ContiguousColumn:
-    """Rows of an array that is contiguous in a file."""
+    """The rows of an array that is contiguous in a file."""
 
     how = "contiguous, read by preadv"
 
@@ -143,8 +143,6 @@ class ContiguousColumn:
         flat: Any = out.reshape(len(out), -1).view(np.uint8)
         offsets = rows * self._row_bytes + self._offset
         began = time.perf_counter()
-        # If the file is not in the page cache, the reader first notifies the kernel of
-        # the rows to read.
         read = _read_rows if _READER is None else _READER.read_rows
         done = read(file.number, offsets, self._row_bytes, flat, places, self._is_cold)
         waited = time.perf_counter() - began - flat.nbytes / _BYTES_PER_SECOND
@@ -164,7 +162,10 @@ class ContiguousColumn:
 def _read_rows(  # noqa: PLR0917 - arguments of the compiled one
     fd: int, offsets: Array, row_bytes: int, out: Any, places: Any, announces: bool
 ) -> int:
-    """Read rows as reader.c does; return the number of rows that were read."""
+    """Do the same as ``read_rows`` in reader.c: return the number of rows read.
+
+    ``announces`` notifies the kernel of all rows before the first one is read.
+    """
     numbers = range(len(offsets)) if places is None else places.tolist()
     lines = [memoryview(out[number]) for number in numbers]
     runs = list(runs_of(offsets, row_bytes))
@@ -176,8 +177,7 @@ def _read_rows(  # noqa: PLR0917 - arguments of the compiled one
             last = min(first + _MOST_VECTORS, end)
             done = os.preadv(fd, lines[first:last], int(offsets[first]))
             if done != (last - first) * row_bytes:
-                # Linux may read fewer bytes than requested; read the other rows one by
-                # one.
+                # Linux read fewer bytes than requested: read the other rows singly.
                 for number in range(first + done // row_bytes, last):
                     if not _read_row(fd, lines[number], int(offsets[number])):
                         return number
@@ -194,16 +194,14 @@ def _read_row(fd: int, line: memoryview, place: int) -> bool:
 
 
 class SlabCache:
-    """The most recently used slabs, up to a number of bytes.
+    """The most recently used slabs of a data set's files, up to a number of bytes.
 
-    Threads that request the same slab at the same time wait until the first has loaded
-    it.
+    If several threads request a slab, one loads it, and the others wait for it.
     """
 
     def __init__(self, most_bytes: int = 64 << 20) -> None:
         self._most_bytes = most_bytes
-        # Reuse memory: page faults of new memory cost as much as unpacking a slab into
-        # it.
+        # Reuse slabs' memory: page faults of new memory cost as much as the unpacking.
         self._memory = Recycler()
         self._kept: OrderedDict[Any, Array] = OrderedDict()
         self._bytes = 0
@@ -231,7 +229,7 @@ class SlabCache:
             return key in self._kept or key in self._loading
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return memory for a slab, perhaps the memory of a dropped slab."""
+        """Return an uninitialized array for a slab; reuse a dropped slab's memory."""
         with self._lock:
             return self._memory.empty(shape, dtype)
 
@@ -246,11 +244,10 @@ class SlabCache:
 
 
 class SlabColumn:
-    """Rows that are read in slabs: chunks, row groups, or runs of another library.
+    """Rows that are read in slabs: chunks, row groups, or runs that h5py reads.
 
-    ``load(slab)`` returns the rows of a slab; slabs begin at the rows ``starts``.
-    ``load_into(slab, out)`` reads a whole slab without the cache, and returns False if
-    it cannot.
+    Slab i begins at row ``starts[i]``, and ``load(i)`` returns its rows.
+    ``load_into(i, out)`` reads slab i directly into ``out``, or returns False.
     """
 
     def __init__(
@@ -290,7 +287,7 @@ class SlabColumn:
             out[slice(start, end) if places is None else places[start:end]] = found
 
     def _read_whole(self, slab: int, out: Array) -> bool:
-        """Read a slab into ``out`` unless it is cached; return whether it was read."""
+        """Read a slab into ``out``, unless it is cached; return whether it was read."""
         load = self._load_into
         if load is None or self._cache.holds((self._key, slab)):
             return False
@@ -298,7 +295,7 @@ class SlabColumn:
 
 
 class PaddedColumn:
-    """A column that is shorter than its dimension; missing rows have a fill value."""
+    """A column that is extended to ``num_rows`` rows by rows of a fill value."""
 
     def __init__(self, column: Column, num_rows: int, value: Any) -> None:
         self._column = column
@@ -318,7 +315,7 @@ class PaddedColumn:
 
 
 class DecodedColumn:
-    """A column whose stored values a function decodes."""
+    """A column whose stored values the function ``decode(stored, out)`` decodes."""
 
     def __init__(
         self, column: Column, dtype: Any, decode: Callable[[Array, Array], None]

@@ -1,9 +1,8 @@
 """Columns of HDF5 files: the offsets of their bytes, and the unpacking of chunks.
 
-h5py holds its lock while it reads, so that threads read one after another. Therefore
-this module itself reads contiguous datasets, and reads and unpacks chunks that are
-compressed by gzip (with or without HDF5's shuffle filter) or not at all. h5py reads all
-other datasets.
+h5py holds a lock while it reads, so that only one thread reads at a time. Therefore
+this module itself reads contiguous datasets, and chunks that are compressed by gzip
+(with or without HDF5's shuffle filter) or not at all. h5py reads all other datasets.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from hpcstrat.engine.typing import Array
 __all__ = ["datasets_of", "hdf5_column", "open_hdf5"]
 
 _READER = load_reader()
-# Number of bytes that h5py reads at once from a dataset without chunks.
+# Number of bytes that one call of h5py reads from a dataset without chunks.
 _SLAB_BYTES = 1 << 20
 _PLAIN_KINDS = "biufc"
 
@@ -54,7 +53,7 @@ def open_hdf5(path: str) -> Any:
 
 
 def datasets_of(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the path and the dataset of each dataset with rows, also in subgroups."""
+    """Yield path and dataset of each dataset in a group and its subgroups."""
     for name, item in group.items():
         if hasattr(item, "visititems"):
             yield from datasets_of(item, f"{prefix}{name}/")
@@ -71,7 +70,7 @@ def hdf5_column(dataset: Any, path: str, files: OpenFiles, cache: SlabCache) -> 
     if not is_plain or dataset.is_virtual or dataset.external:
         return _through_h5py(dataset, path, files, cache)
     offset = dataset.id.get_offset()
-    # A dataset that was never written may have an offset but no bytes.
+    # A dataset that was never written may have an offset, but no bytes in the file.
     if offset is not None and dataset.id.get_storage_size() >= dataset.nbytes > 0:
         return ContiguousColumn(
             files, path, offset=offset, shape=dataset.shape, dtype=dtype
@@ -98,7 +97,7 @@ def hdf5_column(dataset: Any, path: str, files: OpenFiles, cache: SlabCache) -> 
 def _through_h5py(
     dataset: Any, path: str, files: OpenFiles, cache: SlabCache
 ) -> Column:
-    """Return a column that h5py reads, in runs of rows."""
+    """Return a column of a dataset that h5py reads, in slabs."""
     num_rows, shape, dtype = dataset.shape[0], dataset.shape[1:], dataset.dtype
     is_text = dtype.kind == "O" or (dtype.metadata and "vlen" in dtype.metadata)
     row_bytes = max(dataset.dtype.itemsize * int(np.prod(shape, dtype=np.int64)), 1)
@@ -129,7 +128,7 @@ def _through_h5py(
 
 
 def _unpacking(properties: Any, dtype: Any) -> Callable[[bytes, Array], None] | None:
-    """Return the function that unpacks a chunk; None for unknown filters."""
+    """Return the function that unpacks a chunk; None if only h5py can unpack it."""
     import h5py
 
     filters = [properties.get_filter(i)[0] for i in range(properties.get_nfilters())]
@@ -203,7 +202,7 @@ class _Chunks:
         dataset.id.chunk_iter(self._note)
 
     def _note(self, found: Any) -> None:
-        # h5py must read chunks to which not all filters were applied.
+        # A chunk whose mask is not 0 lacks some filters: let h5py read the dataset.
         self.are_plain = self.are_plain and not found.filter_mask
         slab = found.chunk_offset[0] // self._chunk[0]
         place = found.chunk_offset[1:], found.byte_offset, found.size
@@ -219,7 +218,7 @@ class _Chunks:
         rows = np.full((num_rows, *self._shape[1:]), self._fill, self._dtype)
         for place in places:
             chunk = self._chunk_at(file.number, place)
-            # Chunks at the edges are padded; keep only the part inside the dataset.
+            # A chunk at the dataset's edge is padded: keep the part in the dataset.
             inside = [
                 slice(start, min(start + length, end))
                 for start, length, end in zip(

@@ -1,7 +1,6 @@
-"""Fields of NetCDF-4 files, and the decoding of their stored values.
+"""Fields of NetCDF-4 files (which are HDF5 files), and decoding of their stored values.
 
-Decoding follows CF 1.11 (sections 2.5.1, 4, 7.1 and 8.1). Files of the NetCDF-4 format
-are HDF5 files.
+Decoding follows CF 1.11 (sections 2.5.1, 4, 7.1 and 8.1).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["decoded", "fields_of", "is_netcdf", "padded"]
 
-# Fill values of the NetCDF library for data that were never written, by type.
+# Values that the NetCDF library returns for data that were never written, by type.
 _DEFAULT_FILLS = {
     "i1": -127,
     "u1": 255,
@@ -48,9 +47,9 @@ def _scale_of(dataset: Any) -> Any:
 def fields_of(
     datasets: dict[str, Any], dimension: str | None, path: str
 ) -> tuple[dict[str, Any], int]:
-    """Return the fields along the dimension of the rows, and the dimension's length.
+    """Return the fields along the rows' dimension, and the length of this dimension.
 
-    Coordinates and bounds are not fields.
+    Fields are datasets of numbers, but not coordinates or bounds.
     """
     scales = {name: _scale_of(dataset) for name, dataset in datasets.items()}
     fields = {
@@ -109,7 +108,7 @@ def _stored_type(dataset: Any) -> Any:
 
 
 def padded(column: Column, dataset: Any, length: int) -> Column:
-    """Return a column as long as its dimension; missing rows have the fill value."""
+    """Return a column as long as its dimension; the added rows have the fill value."""
     if column.num_rows >= length:
         return column
     fill = _scalar(dataset, "_FillValue")
@@ -120,10 +119,10 @@ def padded(column: Column, dataset: Any, length: int) -> Column:
 
 
 def decoded(column: Column, dataset: Any) -> Column:
-    """Return a column of decoded values: scaled, and NaN for missing values.
+    """Return a column of scaled values, with NaN for missing or invalid values.
 
-    Integers of up to 16 bits become float32, and larger integers float64. Floats keep
-    their type.
+    Integers of up to 16 bits become float32, larger ones float64. A dataset without
+    fill value, valid range, scale or offset keeps its values.
     """
     fill, missing = _scalar(dataset, "_FillValue"), dataset.attrs.get("missing_value")
     scale, offset = _scalar(dataset, "scale_factor"), _scalar(dataset, "add_offset")
@@ -170,7 +169,7 @@ def _decode(
     offset: float,
 ) -> None:
     values = values.view(stored)
-    # Find missing values in the stored values, before scaling.
+    # Compare before scaling, because the attributes refer to stored values.
     is_gone = np.zeros(values.shape, bool)
     for value in gone:
         is_gone |= values == np.asarray(value).astype(stored)

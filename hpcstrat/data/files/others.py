@@ -29,7 +29,7 @@ def _not_installed(library: str, path: str) -> ImportError:
 
 
 def npy_column(path: str, files: OpenFiles) -> Column:
-    """Return the array in a file from `numpy.save` as a column."""
+    """Return a column of the array in a file that `numpy.save` wrote."""
     with open(path, "rb") as file:
         try:
             version = np.lib.format.read_magic(file)
@@ -62,7 +62,7 @@ def zarr_columns(path: str, cache: SlabCache) -> dict[str, Column]:
     store = zarr.open(path, mode="r")
     arrays: Iterable[tuple[str, Any]] = [("", store)]
     if hasattr(store, "members"):
-        # Sort the members, because their order may differ between ranks.
+        # Sort the arrays, because zarr may list them in another order on other ranks.
         found_arrays = {
             name: item
             for name, item in store.members(max_depth=None)
@@ -114,7 +114,7 @@ def parquet_columns(path: str, cache: SlabCache) -> dict[str, Column]:
         load = partial(_read_group, path, name)
         first = _no_rows(file.schema_arrow.field(name).type)
         if first is None:
-            # All lists must be as long as the list in the first row.
+            # Read the first row group: its first list sets the length of all lists.
             first = load(0) if sizes else np.empty((0, 0))
         found[name] = SlabColumn(
             cache,
@@ -130,7 +130,7 @@ def parquet_columns(path: str, cache: SlabCache) -> dict[str, Column]:
 
 
 def _no_rows(kind: Any) -> Array | None:
-    """Return an empty array for a Parquet type; None for lists of unknown length."""
+    """Return an array of 0 rows of a type; None if only the data show a row's shape."""
     import pyarrow
 
     if pyarrow.types.is_fixed_size_list(kind):
@@ -147,7 +147,7 @@ def _read_group(path: str, name: str, group: int) -> Array:
     """Read one row group of a column of a Parquet file."""
     from pyarrow import parquet
 
-    # Open the file in each call, because several threads may read.
+    # Open the file in each call, because several threads may read at the same time.
     with parquet.ParquetFile(path) as file:
         column = file.read_row_group(group, columns=[name]).column(0)
     if column.null_count:

@@ -32,7 +32,7 @@ _SHOWN = 6
 def files_of(paths: Any) -> list[str]:
     """Return the files that match a path, a pattern, or a list of paths and patterns.
 
-    The files have the order of the list. A folder stands for its Parquet files, unless
+    The result has the order of the list. A folder stands for its Parquet files, unless
     it is a Zarr store. Raises FileNotFoundError if nothing matches.
     """
     given = [paths] if isinstance(paths, (str, bytes, os.PathLike)) else list(paths)
@@ -73,7 +73,7 @@ def matching_files(patterns: Any) -> list[str]:
 
 
 class _File:
-    """One file: its columns by path, and its number of rows."""
+    """One file: its columns by name, and its number of rows."""
 
     def __init__(self, path: str, columns: dict[str, Column]) -> None:
         self.path = path
@@ -93,7 +93,7 @@ class _File:
 class FileRows(Rows):
     """The rows of files, as mappings of columns that are nested like the files' groups.
 
-    ``columns`` selects columns by name or pattern; with one name, rows are bare arrays.
+    ``columns`` selects columns by name or pattern; with one name, rows are arrays.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class FileRows(Rows):
         self.paths = list(paths)
         self._files = OpenFiles()
         self._cache = SlabCache()
-        # Reuse memory: page faults of new memory cost more than copying a batch.
+        # Reuse batches' memory: page faults of new memory cost more than the copying.
         self._memory, self._recycling = Recycler(), threading.Lock()
         self._dimension, self._decode = dimension, decode
         wanted = [columns] if isinstance(columns, str) else columns
@@ -158,7 +158,7 @@ class FileRows(Rows):
             where = np.argsort(rows)
             rows = rows[where]
             if (rows[1:] == rows[:-1]).any():
-                # Read rows that are requested several times only once.
+                # Some rows are requested several times: read each of them once.
                 rows, inverse = np.unique(places, return_inverse=True)
                 where = None
         ends = np.searchsorted(rows, self._starts)
@@ -179,14 +179,14 @@ class FileRows(Rows):
         return self._structured(found)
 
     def _empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return the memory of a batch that is no longer used, or new memory."""
+        """Return an uninitialized array; reuse the memory of a batch if possible."""
         if dtype.hasobject:
             return np.empty(shape, dtype)
         with self._recycling:
             return self._memory.empty(shape, dtype)
 
     def columns(self) -> dict[str, Column]:
-        """Return the first file's columns; all files have the same names and types."""
+        """Return the first file's columns, which have the same types in all files."""
         return self._parts[0].columns
 
     def _structured(self, found: dict[str, Array]) -> Tree:
@@ -214,7 +214,7 @@ class FileRows(Rows):
 def _chosen(
     found: dict[str, Any], wanted: Sequence[str] | None, path: str
 ) -> dict[str, Any]:
-    """Return the columns that match names and patterns, in the patterns' order."""
+    """Return the columns that match the patterns ``wanted``, in the patterns' order."""
     if not found:
         raise ValueError(f"expected columns with rows in {path}, found none")
     if wanted is None:
