@@ -8,8 +8,8 @@ the ranks that have ended.
 
 Before the announcement, the rank waits for its GPU, because kernels on the other GPUs
 may wait for kernels of this rank. When all ranks have announced their ends, they free
-the communicators of NCCL together. If they did not, Python would destroy these
-communicators at its end, at different times on each rank, and the first rank would
+the communicators of NCCL together. If the ranks did not, Python would destroy these
+communicators at its end, at a different time on each rank, and the first rank would
 deadlock (github.com/vllm-project/vllm/pull/39846).
 """
 
@@ -41,7 +41,7 @@ _channels: list[Channel] = []
 
 
 class _Leaving:
-    """State of `_leave`: the process that it is for, and whether it has run."""
+    """The process in which `_leave` is installed, and whether `_leave` has run."""
 
     process = 0
     left = False
@@ -138,10 +138,7 @@ def _sum_up() -> None:
 
 
 def _still_waiting(channels: list[Channel]) -> list[Channel]:
-    """Return the channels on which not all ranks have announced their end.
-
-    Warns if another rank makes a collective call instead.
-    """
+    """Return the channels on which ranks have not ended; warn if they make a call."""
     missing = []
     for channel in channels:
         try:
@@ -153,15 +150,14 @@ def _still_waiting(channels: list[Channel]) -> list[Channel]:
         if outcome is None:
             missing.append(channel)
         elif outcome:
-            # The ranks in the call print this error and end the job: let them print
-            # first.
+            # Let the ranks in the call print this error first; they end the job.
             time.sleep(_SECONDARY_SECONDS)
             get_logger().warning("%s: %s", place(), outcome)
     return missing
 
 
 def _give_up(channel: Channel) -> None:
-    """End the job, because this rank has failed in the middle of a call."""
+    """End the job after a failed call, unless it failed because ranks had ended."""
     broken = channel.failures.broken
     if "left the program" not in broken:
         _end_job(f"its strategy is broken, because {broken}")

@@ -23,8 +23,7 @@ from hpcstrat.engine.logs import place
 
 __all__ = ["add_event", "keep_in", "path_of"]
 
-# Limit of the wait for the file, so that a file server that does not answer cannot
-# delay the end of the job.
+# Limit of the wait, so that a dead file server cannot delay the end of the job.
 _SECONDS = 2.0
 # Environment variables with the launcher's name of the job, equal on all ranks.
 _STEPS = ("SLURM_STEP_ID", "SLURM_RESTART_COUNT", "PMIX_NAMESPACE", "PALS_APID")
@@ -44,8 +43,7 @@ def path_of(folder: str) -> str:
     names = [] if job is None else [job.job_id]
     names += [os.environ[name] for name in _STEPS if os.environ.get(name)]
     names += [] if names else [os.environ[n] for n in _OTHERS if os.environ.get(n)]
-    # Without a job name, use the host and the number of the parent process, the
-    # launcher, which are the same for all ranks of this host.
+    # Without a job name, use the host and the launcher's process (the parent process).
     names = names or [f"{platform.node()}-{os.getppid()}"]
     words = re.sub(r"[^\w.]+", "-", "-".join(names))
     return os.path.join(os.path.abspath(folder), f"hpcstrat-hang-{words}.jsonl")

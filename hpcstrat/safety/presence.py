@@ -1,7 +1,7 @@
 """A file in shared memory, with a page for the state of each rank of a host.
 
 At ``import hpcstrat``, each process that a launcher started writes its state to its own
-page of the job's file in ``/dev/shm``. No MPI is needed, so that the watchdog can name
+page of the job's file in ``/dev/shm``. This needs no MPI, so that the watchdog can name
 the ranks that are missing when MPI starts. A process holds a lock on its page, which
 the kernel releases when the process ends in any way. The last rank that opens the file
 unlinks it. If some ranks never open the file, a later job unlinks it, after the locks
@@ -61,7 +61,7 @@ _CHECK = struct.Struct("=IH")
 # Layout of ``struct flock`` on 64-bit Linux.
 _LOCK = struct.Struct("@hhqqi4x")
 _ANCESTORS = 8
-# Names, as the kernel truncates them, of launchers' processes that start ranks.
+# Names of the launcher processes that start ranks, as truncated by the kernel.
 _DAEMONS = (
     "hydra_pmi_proxy",
     "pmi_proxy",
@@ -187,7 +187,7 @@ class LaunchRegistry:
             place += _PAGE_BYTES - place % _PAGE_BYTES
 
     def claims(self, text: str) -> bool:
-        """Return True if no other rank of this host has claimed to report this text."""
+        """Claim to report a text; return False if another rank here has claimed it."""
         if not self.is_open:
             return True
         mark = hashlib.blake2b(text.encode(errors="replace"), digest_size=16).digest()
@@ -261,7 +261,7 @@ def _leave(own: LaunchRegistry) -> None:
 
 @contextlib.contextmanager
 def _gate(handle: int) -> Iterator[None]:
-    """Hold the first page's lock: only one process may open or remove the file."""
+    """Hold the first page's lock: one process at a time opens or removes the file."""
     deadline = time.monotonic() + _GATE_SECONDS
     while True:
         try:
@@ -320,8 +320,8 @@ def _daemon() -> tuple[str, bool]:
     """Return a text that identifies the launcher's process on this host, and a bool.
 
     The text is empty if no ancestor of this process is a known launcher. The bool is
-    True if the launcher is the direct parent. The end of this process is then the end
-    of its rank. If it is False, only one command of the rank's script may have ended.
+    True if the launcher is the direct parent, so that the end of this process is the
+    end of its rank. If not, only one command of the rank's script may have ended.
     """
     parent = pid = os.getppid()
     for _ in range(_ANCESTORS):

@@ -48,8 +48,7 @@ class _Hooks:
 def install() -> None:
     """Install the hook: an uncaught exception ends the job, once MPI runs.
 
-    If the program has set another hook since the last call, our hook replaces that
-    hook, and calls it.
+    If the program has set another hook since the last call, our hook calls that hook.
     """
     if sys.excepthook is not _end_job:
         _Hooks.process = os.getpid()
@@ -144,7 +143,7 @@ def _words(error: BaseException) -> str:
 
 
 def _site(trace: TracebackType | None) -> str:
-    """Return the innermost line of the user's code in a traceback, as text."""
+    """Return the innermost line of user code in a traceback: `` at train.py:52``."""
     site = ""
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
@@ -167,16 +166,15 @@ def abort(message: str, code: int) -> None:
     for function in _before_abort:
         function()
     sys.stdout.flush()
-    # The hook of torch.distributed has replaced sys.stderr by a buffer: print the
-    # buffer's content before our message.
+    # The hook of torch.distributed replaces sys.stderr by a buffer: print its content.
     collected = getattr(sys.stderr, "getvalue", str)()
     os.write(2, f"{collected}{message}\n".encode(errors="replace"))
     sys.stderr.flush()
     # Give the launcher time to forward these lines before it ends all ranks.
     time.sleep(_FORWARD_SECONDS)
     if threading.current_thread() is threading.main_thread():
-        # MPI_Abort may hang on a second rank if the launcher does not end the job: let
-        # a signal end this process after some seconds.
+        # MPI_Abort may hang if another rank has called it and the launcher does not end
+        # the job: let a signal end this process after some seconds.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_ABORT_SECONDS)
     mpi = running_mpi()

@@ -1,8 +1,8 @@
 """Binds each rank to a GPU, and checks the binding.
 
 The ranks of a host exchange lists of the GPUs that they see; then each rank computes
-the same binding from these lists. A GPU is identified by its PCI bus id, never by its
-CUDA number, because each rank may have its own ``CUDA_VISIBLE_DEVICES``.
+the same binding from these lists. A GPU is identified by its PCI bus id and UUID, never
+by its CUDA number, because each rank may have its own ``CUDA_VISIBLE_DEVICES``.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ _SHARE = "Settings(share_gpus=True) or HPCSTRAT_SHARE_GPUS=1"
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The GPUs that a rank sees, in order of CUDA numbers, and its program's choice."""
+    """The GPUs that a rank sees, by CUDA number, and the choices of its program."""
 
     rank: int
     gpus: tuple[Gpu, ...] = ()
-    # ``chosen`` is the CUDA number of the GPU that the program has made current.
-    # ``wanted`` is the number that the program passed to the strategy, an index into
-    # the host's GPUs in `worker_gpus`.
+    # CUDA number of the GPU that the program has made current.
     chosen: int | None = None
+    # Index of a GPU in the host's `worker_gpus`, which the program has requested.
     wanted: int | None = None
     # The reason why the rank has no GPU, or another error.
     reason: str = ""
@@ -82,8 +81,8 @@ def choose(views: Sequence[View]) -> list[Gpu | None]:
     A rank gets the GPU that the program has named or chosen, or else the GPU that the
     rank had earlier, if no other rank has it. The remaining ranks that see the same
     list of GPUs get these GPUs in turn, first the GPUs that no rank has; a rank that
-    sees a single GPU gets it. The entry is None if a rank sees no GPU, or does not see
-    the GPU that was named.
+    sees a single GPU gets it. A rank's entry is None if the rank sees no GPU, or does
+    not see the GPU that the program has named.
     """
     everything = worker_gpus(views)
     result: list[Gpu | None] = [_fixed(view, everything) for view in views]
@@ -219,8 +218,7 @@ def _look(rank: int, wanted: int | None) -> View:
         # Number 0 is CUDA's default, so it does not show a choice of the program.
         chosen = None if reason else library.current_gpu() or None
     except Exception as error:
-        # Return the error, because the other ranks wait for this view and must raise,
-        # too.
+        # Return the error: the other ranks wait for this view, and must raise it, too.
         return View(rank, wanted=wanted, reason=f"{type(error).__name__}: {error}")
     if _Taken.foreseen and chosen == _Taken.index:
         chosen = None
@@ -228,14 +226,13 @@ def _look(rank: int, wanted: int | None) -> View:
 
 
 def foresee(place: int) -> None:
-    """Make the GPU that this rank will probably get current, before MPI starts.
+    """Make a GPU current before MPI starts: the GPU that this rank will probably get.
 
-    ``place`` is the GPU number that was named, or this rank's index on its host. Does
-    nothing if the program or a strategy has already chosen a GPU.
+    ``place`` is the GPU number that the program has named, or this rank's index on its
+    host. Does nothing if the program or a strategy has already chosen a GPU.
     """
-    # MPI libraries may look for a CUDA context only when they start, and copy through
-    # host memory if there is no context (Open MPI 5:
-    # github.com/open-mpi/ompi/issues/13354).
+    # MPI libraries may look for a CUDA context only at their start, and without it copy
+    # through host memory (Open MPI 5: github.com/open-mpi/ompi/issues/13354).
     if _Taken.index is None and not library.current_gpu():
         gpus = library.visible_gpus()
         own = gpus[place % len(gpus)]
@@ -244,7 +241,7 @@ def foresee(place: int) -> None:
 
 
 def _lowest(topology: Topology, here: bool) -> int:
-    """Return the lowest replica whose ``here`` is True, or the number of replicas."""
+    """Return the lowest replica with ``here`` True, or if none, the replica count."""
     comm = topology.replica_comm
     rank = comm.rank if here else comm.size
     return int(comm.allreduce(rank, op=topology.mpi.MIN))
@@ -264,7 +261,7 @@ def bind(
     the same order. ``device`` ("auto", "cpu", "gpu") and ``share`` are the same on
     every rank, and ``wanted`` is given on every rank or on none. The binding has no GPU
     if all ranks compute on the CPU. Raises TopologyError on every rank if ranks have
-    the same GPU without ``share``, or some ranks have none.
+    the same GPU without ``share``, or if some ranks have no GPU.
     """
     if device == "cpu" or (device == "auto" and not _any_wants(topology)):
         return Binding()
@@ -274,14 +271,13 @@ def bind(
     own = gpus[node.rank]
     trouble = problem(views, gpus, platform.node(), share=share)
     trouble = trouble or (_take(own, view.rank) if own else _alone(view, device))
-    # The ranks of all hosts reach this reduction, and raise the same message.
+    # All ranks take part in this reduction, so that they raise the same error together.
     first = _lowest(topology, bool(trouble))
     if first < topology.num_replicas:
         raise TopologyError(topology.replica_comm.bcast(trouble, root=first))
     assert own is not None
     _Taken.index, _Taken.foreseen = own.index, False
-    # Compare PCI bus ids, by which NCCL identifies a GPU, too: the MIG instances of one
-    # GPU have the same bus id.
+    # Compare PCI bus ids, which the MIG instances of a GPU share, as NCCL does.
     places = [gpu.pci_bus_id.lower() for gpu in gpus if gpu is not None]
     return Binding(
         own,
@@ -291,7 +287,7 @@ def bind(
 
 
 def _any_wants(topology: Topology) -> bool:
-    """Return whether a rank has CuPy loaded and a GPU: then all ranks need a GPU."""
+    """Return whether all ranks need a GPU: any rank has loaded CuPy, and has a GPU."""
     loaded = library.is_loaded()
     reason = library.why_no_gpu() if loaded else ""
     found = _lowest(topology, loaded and not reason) < topology.num_replicas

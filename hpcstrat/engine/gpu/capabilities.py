@@ -1,4 +1,4 @@
-"""Determines how all ranks can move arrays between their GPUs."""
+"""Determines by which libraries all ranks can move arrays between their GPUs."""
 
 from __future__ import annotations
 
@@ -18,19 +18,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Ability", "Capabilities", "gather"]
 
-# Before this version, NCCL refuses two ranks on one GPU. From this version on, NCCL
-# refuses unless the variable below is set (its user guide, section "Environment
-# Variables").
+# Before this version, NCCL refuses two ranks on one GPU; since then, it refuses them
+# unless the variable below is set (NCCL user guide, "Environment Variables").
 _NCCL_THAT_SHARES = (2, 30)
 _LET_NCCL_SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 @dataclass(frozen=True, slots=True)
 class Ability:
-    """Whether all ranks have an ability, and the reason; can be used as a condition."""
+    """An ability, and the reason; true in a condition if all ranks have the ability."""
 
-    # ``reason`` says how the ability is known, or which rank and host lacks it, and
-    # why.
+    # ``reason`` is how the ability is known, or which rank and host lacks it, and why.
     ok: bool
     reason: str
 
@@ -44,8 +42,7 @@ class Capabilities:
     """The abilities of a topology's ranks to move GPU memory."""
 
     nccl: Ability
-    # True if MPI accepts GPU memory in point-to-point messages, in MPI_Bcast, and in
-    # MPI_Allreduce.
+    # True if MPI accepts GPU memory in point-to-point messages, Bcast and Allreduce.
     mpi_sendrecv: Ability
     mpi_broadcast: Ability
     mpi_allreduce: Ability
@@ -89,7 +86,7 @@ def _where(topology: Topology) -> str:
 
 
 def _nccl_here(topology: Topology, shares: bool) -> _Found:
-    """Return whether this rank can use NCCL; an exception means that it cannot."""
+    """Return whether this rank can use NCCL, with the reason; raises no exception."""
     if topology.gpu is None:
         return False, f"{_where(topology)} has no GPU"
     try:
@@ -100,7 +97,7 @@ def _nccl_here(topology: Topology, shares: bool) -> _Found:
 
 
 def _agree(topology: Topology, found: list[_Found]) -> list[Ability]:
-    """Combine all ranks' results, with the reason of the first failing rank."""
+    """Combine the results of all ranks; a reason is from the lowest rank that fails."""
     comm = topology.replica_comm
     own = np.array([comm.size if ok else comm.rank for ok, _ in found], np.int32)
     first = np.empty_like(own)
@@ -114,7 +111,7 @@ def _agree(topology: Topology, found: list[_Found]) -> list[Ability]:
 
 
 def _nccl(wanted: bool, shares: bool) -> _Found:
-    """Return whether this rank can use NCCL; may raise an exception."""
+    """Return whether this rank can use NCCL, and the reason; may raise an exception."""
     if not wanted:
         return False, "the setting nccl is off"
     module = library.nccl()

@@ -23,8 +23,7 @@ __all__ = [
 _SMALLEST_BYTES = 64 << 10
 _LARGE_BYTES = 8 << 20
 
-# Memory that is never freed, because MPI or a kernel may still use it after the death
-# of a rank.
+# Memory that is never freed: after a rank's death, MPI or a kernel may still use it.
 _abandoned: list[Any] = []
 
 
@@ -38,7 +37,7 @@ def memory_at(address: int, shape: tuple[int, ...], dtype: Any) -> Array:
 
     nbytes, pointer = math.prod(shape) * np.dtype(dtype).itemsize, None
     if nbytes:
-        # UnownedMemory finds the GPU of the address by a call of CUDA.
+        # Not for an empty array: UnownedMemory asks CUDA for the GPU of the address.
         memory = cupy.cuda.UnownedMemory(address, nbytes, None)
         pointer = cupy.cuda.MemoryPointer(memory, 0)
     array: Array = cupy.ndarray(shape, dtype, memptr=pointer)
@@ -53,8 +52,7 @@ def plain_memory(nbytes: int) -> Any:
     """
     import cupy
 
-    # CuPy's pool returns parts of larger blocks; another process could only map a whole
-    # block.
+    # CuPy's pool returns parts of blocks; another process could only map whole blocks.
     try:
         memory = cupy.cuda.Memory(nbytes)
     except cupy.cuda.runtime.CUDARuntimeError:
@@ -104,9 +102,9 @@ class Buffers:
         self._kept: dict[Hashable, Any] = {}
 
     def get(self, key: Hashable, nbytes: int) -> Any:
-        """Return the buffer that is kept for ``key``, of at least ``nbytes``.
+        """Return the buffer of ``key``, or a new one if it has less than ``nbytes``.
 
-        A smaller buffer is replaced: its content is lost, and no work may be using it.
+        The smaller buffer is freed, so no work may be using it.
         """
         kept = self._kept.get(key)
         if kept is None or kept.nbytes < nbytes:
@@ -126,10 +124,10 @@ class Buffers:
 
 
 def rounded(nbytes: int) -> int:
-    """Round a size up to a power of two, or to a multiple of 8 MiB.
+    """Round a size up to a power of two, or above 8 MiB to a multiple of 8 MiB.
 
-    Because of the rounding, buffers seldom have to grow, and have the same size on
-    every rank.
+    Because of the rounding, buffers seldom have to be replaced by larger buffers, and
+    have the same size on every rank.
     """
     if nbytes <= _LARGE_BYTES:
         return max(_SMALLEST_BYTES, 1 << (nbytes - 1).bit_length())

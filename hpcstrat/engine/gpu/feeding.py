@@ -1,10 +1,10 @@
 """Copies batches to the GPU while the GPU still computes with earlier batches.
 
 All arrays of a batch share one piece of GPU memory, which is reused when the program
-has deleted all of these arrays. CuPy's pool reuses memory only in the order of one
-stream, so that a copy would wait for all earlier work of the program. In this module, a
-copy waits only for the work that was in the program's stream at the first `put` after
-the memory was returned.
+has deleted all of these arrays. With memory from CuPy's pool, which reuses memory only
+in the order of one stream, a copy would wait for all earlier work of the program. In
+this module, a copy waits only for the work that was in the program's stream at the
+first `put` after the memory was returned.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ __all__ = ["Feeder", "fits_device"]
 
 # The same alignment as CuPy's own memory.
 _ALIGNED_BYTES = 512
-# Maximum number of copies in progress from page-locked memory; `put` waits if there are
-# so many.
+# Maximum number of copies in progress from page-locked memory; beyond it, `put` waits.
 _MOST_STAGED = 4
 # Maximum number of unused pieces of GPU memory that are kept.
 _MOST_READY = 4
@@ -37,8 +36,7 @@ _MOST_READY = 4
 def fits_device(dtype: np.dtype[Any]) -> bool:
     """Return whether a GPU supports arrays of a dtype.
 
-    Supported are bools, integers, floats and complex numbers, except long doubles and
-    their complex numbers.
+    Bools and numbers are supported, except real and complex long doubles.
     """
     return is_half(dtype) or (dtype.kind in "biufc" and dtype.char not in "gG")
 
@@ -75,8 +73,7 @@ class Feeder:
         self._lane = Lane()
         self._staged: deque[_BatchMemory] = deque()
         self._ready: list[_BatchMemory] = []
-        # Memory of deleted batches; any thread may append to this queue, by deleting
-        # the last array of a batch.
+        # Memory of deleted batches, appended by any thread that deletes the last array.
         self._returned: deque[_BatchMemory] = deque()
 
     def __del__(self) -> None:
@@ -132,7 +129,7 @@ class Feeder:
         ]
 
     def _stage(self, nbytes: int) -> _BatchMemory:
-        """Return page-locked memory from which no copy is in progress."""
+        """Return page-locked memory for a batch; no copy from it is in progress."""
         import cupy
 
         full = len(self._staged) >= _MOST_STAGED
@@ -156,8 +153,7 @@ class Feeder:
             self._ready.pop().free.synchronize()
         if self._returned:
             # The program's work so far may use the returned memory. Use the memory for
-            # the next batch, not for this batch, so that the copy of the next batch
-            # overlaps with the program's later work.
+            # the next batch, so that the copy of this batch does not wait.
             event = cupy.cuda.Event(block=True, disable_timing=True)
             event.record(cupy.cuda.get_current_stream())
             while self._returned:

@@ -1,9 +1,9 @@
 // Copies between arrays and a contiguous buffer, and the sum of two arrays.
 //
 // One launch copies many arrays, which are consecutive in the buffer. The buffer is cut
-// into chunks of equal size; a block copies one chunk at a time, and finds the arrays
-// in the chunk by bisection. If an array and its part of the buffer have the same
-// alignment within a 16-byte word, whole words are copied.
+// into chunks of equal size; a CUDA block copies one chunk at a time, and finds the
+// arrays in the chunk by bisection. If an array and its part of the buffer have the
+// same alignment within a 16-byte word, whole words are copied.
 //
 // STORED is the type of the arrays, and WIRE the type of the buffer; kernels.py defines
 // both.
@@ -114,7 +114,7 @@ template <class T, int LANES> __device__ inline int place_of(Address address) {
     return (int)((address & (sizeof(T) * LANES - 1)) / sizeof(T));
 }
 
-// Stores a group by one instruction; the compiler would store its lanes one by one.
+// Stores a group by one instruction; the compiler would store its numbers one by one.
 template <class T, int LANES>
 __device__ inline void store(Group<T, LANES>* at, const Group<T, LANES>& group) {
 #ifdef __CUDACC_RTC__
@@ -397,8 +397,7 @@ __device__ void move(T* out, const Source& source, Index count,
 
 // ---- Copies of all spans of a launch
 
-// Returns the last span that begins at or before an element; searches from span `low`
-// on.
+// Returns the last span, from span `low` on, that begins at or before an element.
 __device__ inline Index span_of(const Spans& spans, Index element, Index low) {
     Index high = spans.count;
     while (high - low > 1) {

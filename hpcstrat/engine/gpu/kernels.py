@@ -27,12 +27,11 @@ __all__ = ["OPTIONS", "Span", "add", "pack", "prepare", "source", "unpack"]
 
 Span = tuple[int, int, int, int]
 
-# Compiler options. The C++ standard is set because CuPy 13 and 14 have different
-# defaults.
+# Compiler options; CuPy 13 and 14 have different defaults of the C++ standard.
 OPTIONS = ("--std=c++14", "--fmad=false")
 
-# A block copies one chunk at a time. Small calls use smaller chunks, so that every
-# multiprocessor of the GPU gets work.
+# A CUDA block copies one chunk at a time. Small copies use smaller chunks, so that
+# every multiprocessor of the GPU gets work.
 _THREADS = 256
 _BLOCKS_PER_PROCESSOR = 8
 _CHUNK_BYTES = 16 << 10
@@ -63,17 +62,13 @@ _TYPES = {
     "complex64": "Complex<Float>",
     "complex128": "Complex<double>",
 }
-# Sums of integers wrap around, so unsigned types are used: overflow of signed types is
-# undefined in C++.
+# Unsigned types, because sums wrap around; signed overflow is undefined in C++.
 _WIRE_TYPES = {**_TYPES, "int32": "Word", "int64": "Address"}
 
 
 @functools.cache
 def source(stored: str, wire: str) -> str:
-    """Return the source code for a pair of types, which are given by name.
-
-    ``stored`` is the type of the arrays, and ``wire`` the type in which they are added.
-    """
+    """Return the kernels' source for arrays of type ``stored`` and sums in ``wire``."""
     name = _WIRE_TYPES[wire] if stored == wire else _TYPES[stored]
     types = f"#define STORED {name}\n#define WIRE {_WIRE_TYPES[wire]}\n"
     file = importlib.resources.files("hpcstrat.engine.gpu") / "kernels.cu"
@@ -180,10 +175,10 @@ def unpack(
     """Copy spans of a buffer into arrays; divide the values, and cast them.
 
     ``address`` is the address of the buffer, and ``dtype`` the buffer's type. Results
-    are contiguous, of one type, and do not overlap with the buffer, unless each element
-    is written to its own address. If ``divisor`` is 0, the values are not divided. The
-    quotient has the bits of NumPy's quotient in ``dtype``. Integers and half types are
-    not divided.
+    are contiguous and have one type. They do not overlap with the buffer, except if
+    each element is written to the address from which it was read. A quotient has the
+    bits of NumPy's quotient in ``dtype``. Values are not divided if ``divisor`` is 0,
+    or if ``dtype`` is an integer or half type.
     """
     size = dtype.itemsize
     for group in _span_groups(tuple(spans)):

@@ -165,9 +165,9 @@ def visible_gpus() -> list[Gpu]:
     if why_no_gpu():
         return []
     runtime = _cupy().cuda.runtime
-    # A process with a MIG instance sees only that instance. The variable's value is
-    # added to the UUID, because not every CUDA version gives a MIG instance its own
-    # UUID.
+    # A process with a MIG instance sees only that instance. The instance's name in
+    # CUDA_VISIBLE_DEVICES is added to the UUID, because some CUDA versions report the
+    # same UUID for all MIG instances of a GPU.
     part = os.environ.get(_VISIBLE, "").partition(",")[0]
     part = part if part.upper().startswith("MIG") else ""
     return [_gpu(runtime, index, part) for index in range(runtime.getDeviceCount())]
@@ -203,8 +203,7 @@ def use(number: int) -> None:
     """
     module = _cupy()
     module.cuda.Device(number).use()
-    # Before CUDA 12, the context is only created by a call that needs it, such as
-    # ``free``.
+    # Before CUDA 12, only a call that needs the context creates it, such as ``free``.
     module.cuda.runtime.free(0)
 
 

@@ -14,10 +14,7 @@ __all__ = ["ReplicaDevice"]
 
 
 class ReplicaDevice:
-    """Sets the GPU, and the stream of the program's thread, in the replicas' threads.
-
-    The class implements `hpcstrat.engine.logical.meetings.Listener`.
-    """
+    """Implements `hpcstrat.engine.logical.meetings.Listener` to set GPU and stream."""
 
     def __init__(self, device: int) -> None:
         self._device = device

@@ -1,12 +1,13 @@
 """Orders GPU work between the library's own streams and the program's stream.
 
-Work of the program's current stream before `Lane.enter` runs before later work of the
-lane, and work of the program's stream after `Lane.leave` runs after the lane's earlier
-work. CUDA events enforce this order on the GPU, so that the host does not wait.
+Work that is added to a lane after `Lane.enter` waits for the earlier work of the
+program's current stream. Work that is added to the program's stream after `Lane.leave`
+waits for the earlier work of the lane. CUDA events enforce this order on the GPU, so
+that the host does not wait.
 
-A wait for an event refers to the last record of the event before the wait was enqueued,
-so that one event can be recorded again after each wait (CUDA C++ Programming Guide,
-section "Events"; CUDA Runtime API, cudaStreamWaitEvent).
+A stream that waits for an event waits for the last record of the event at the time of
+the call. Therefore, the event can be recorded again afterwards (CUDA C++ Programming
+Guide, section "Events"; CUDA Runtime API, cudaStreamWaitEvent).
 """
 
 from __future__ import annotations
@@ -53,8 +54,7 @@ class Mark:
     def passed(self) -> bool:
         """Return whether the GPU has done the work before the mark; never blocks.
 
-        Returns True if the mark was never recorded. Raises an error if the GPU has
-        failed.
+        Returns True if the mark was never recorded; raises if the GPU has failed.
         """
         # CuPy's `Event.done` is not used, because it stays False after a GPU failure.
         status = self._cuda.runtime.eventQuery(self.event.ptr)
@@ -64,7 +64,7 @@ class Mark:
 
 
 class Done:
-    """A step of a call that waits for the end of a lane's work so far."""
+    """A step of a collective call, which waits for the end of a lane's work so far."""
 
     def __init__(self, lane: Lane, mark: Mark) -> None:
         self._lane = lane
@@ -78,7 +78,7 @@ class Done:
         return self._mark is None
 
     def missing(self) -> list[int]:
-        """Return ``[-1]`` (no rank) until the work is done, then an empty list."""
+        """Return ``[-1]`` (unknown ranks) until the work is done, then no ranks."""
         return [] if self.agreed() else [-1]
 
 
@@ -98,8 +98,7 @@ class Lane:
         self.stream = cupy.cuda.Stream(non_blocking=True, priority=-int(urgent))
         self._entered = Mark()
         self._left = Mark()
-        # Events that the GPU has passed are reused, because creating one takes a driver
-        # call.
+        # Marks for reuse, because creating an event takes a driver call.
         self._marks: list[Mark] = []
         self._kept: deque[tuple[Mark, Any]] = deque()
 
@@ -117,8 +116,7 @@ class Lane:
         """Make later work of the program wait for earlier work of the lane.
 
         If ``mark`` is given, it is recorded in the lane, and the program must join it
-        later. By default, this thread's current stream waits for the lane's work so
-        far.
+        later. If not, this thread's current stream waits for the lane's work so far.
         """
         if mark is None:
             self._left.record(self.stream).join()
@@ -135,8 +133,7 @@ class Lane:
     def keep(self, things: Any) -> None:
         """Keep arrays alive until the lane's work so far has been done."""
         self.forget_done()
-        # CuPy's pool reuses memory as soon as its array is deleted, possibly on a
-        # stream that does not wait for this lane.
+        # CuPy's pool may reuse freed memory on a stream that does not wait for a lane.
         self._kept.append((self._end(), things))
 
     def forget_done(self) -> None:
@@ -145,7 +142,7 @@ class Lane:
             self._marks.append(self._kept.popleft()[0])
 
     def give_back(self, mark: Mark) -> None:
-        """Take a mark back from `Done` for reuse; nothing may wait for the mark."""
+        """Accept a mark from `Done` for reuse; no stream may wait for the mark."""
         self._marks.append(mark)
 
     def synchronize(self) -> None:

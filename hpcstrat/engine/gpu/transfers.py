@@ -74,18 +74,15 @@ def lock_pages(owner: Any, memory: Array) -> Callable[[], Any] | None:
                 error,
             )
         return None
-    # Memory must be unregistered before it is freed (CUDA Runtime API,
-    # cudaHostUnregister).
+    # Memory must be unregistered before it is freed (CUDA, cudaHostUnregister).
     unlock = weakref.finalize(owner, _unlock, memory)
-    # Do not unlock at exit, because threads may still copy; the system unlocks all
-    # pages when the process ends.
+    # Do not unlock at exit, when threads may still copy; the system unlocks the pages.
     unlock.atexit = False
     return unlock
 
 
 def _unlock(memory: Array) -> None:
-    # Unregistering fails in a forked child, which cannot use the GPU, and after a GPU
-    # error. Both errors are ignored, because nothing can be done.
+    # Unregistering fails in a forked child and after a GPU error: ignore the failure.
     with contextlib.suppress(MemoryError, OSError, RuntimeError):
         unregister_host(memory)
 
@@ -109,32 +106,25 @@ class Downloads:
     """Copies from GPU memory to host memory, on their own stream.
 
     The GPU is the current GPU of the thread that creates this object; methods make it
-    current in the threads that call them. Any thread may call all methods except
-    `begin` and `end`.
+    current in the threads that call them. Only the program's thread may call `begin`
+    and `end`.
     """
 
     def __init__(self) -> None:
         import cupy
 
-        # Each thread makes this device current before a copy. Without this step, a
-        # thread would use CUDA's default GPU, number 0, and each process would allocate
-        # a context there.
+        # Each thread makes this device current, because CUDA's default is GPU 0, on
+        # which each process would allocate a context.
         self._device = cupy.cuda.Device()
         self._lane = Lane()
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """Make later copies wait for the work of the program's stream so far.
-
-        Only the program's thread may call this method.
-        """
+        """Make later copies wait for the work of the program's stream so far."""
         self._lane.enter()
 
     def end(self) -> None:
-        """Make later work of the program's stream wait for the copies.
-
-        Only the program's thread may call this method. The host does not wait.
-        """
+        """Make the program's stream, but not the host, wait for the copies."""
         self._lane.leave()
 
     def fetch(
@@ -142,8 +132,8 @@ class Downloads:
     ) -> Arrival:
         """Copy contiguous bytes from the first array of each pair to the second array.
 
-        ``locked`` says that the second arrays are page-locked. If they are not, the
-        copies are complete when this method returns.
+        ``locked`` is True if the second arrays are page-locked. If not, this method
+        waits for the copies.
         """
         import cupy
 
@@ -153,8 +143,7 @@ class Downloads:
                 _copy(target, source, self._lane)
             if not locked:
                 return Arrival()
-            # With block=True, a waiting thread sleeps; a spinning thread would use a
-            # core.
+            # With block=True, a waiting thread sleeps instead of using a core.
             event = cupy.cuda.Event(block=True, disable_timing=True)
             event.record(self._lane.stream)
             return Arrival(event, self._device)
@@ -177,7 +166,7 @@ class Uploads:
         self._lane.enter()
 
     def put(self, source: Array, target: Array) -> None:
-        """Copy bytes from any host memory, and wait until they have been copied."""
+        """Copy bytes from host memory, page-locked or not, and wait for the copy."""
         _copy(target, source, self._lane)
         self._lane.synchronize()
 
@@ -187,10 +176,7 @@ class Uploads:
 
 
 def store(component: Array, value: Array) -> None:
-    """Copy a host value, cast to the right dtype, to a GPU array of the same shape.
-
-    The copy runs in the program's current stream.
-    """
+    """Copy and cast a host array to a GPU array, in the program's current stream."""
     import cupy
 
     host = np.ascontiguousarray(value.astype(component.dtype, copy=False))

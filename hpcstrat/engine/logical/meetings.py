@@ -46,7 +46,7 @@ class Listener(Protocol):
 
 
 class EndedReduction:
-    """A finished reduction, with the methods of `PendingCall`."""
+    """A finished reduction that has the methods of `PendingCall`."""
 
     def __init__(self, result: Tree) -> None:
         self._result = result
@@ -85,8 +85,7 @@ class Meetings:
         self._cross_entry = cross_entry
         self.block = sums.block
         self.size = sums.order.num_replicas
-        # One `Turns` per nested run, such as a run in a merged function of another run.
-        # The last entry is the innermost run.
+        # One `Turns` per nested run (a run in a merged function), the innermost last.
         self._running: list[Turns] = []
         self._kept: list[Turns] = []
         self._listeners = listeners
@@ -95,7 +94,7 @@ class Meetings:
 
     @property
     def collectives(self) -> Meetings:
-        """Return this object: entries look for an attribute ``collectives``."""
+        """Return this object: the decorator `collective` reads this attribute."""
         return self
 
     @property
@@ -126,7 +125,7 @@ class Meetings:
             turns.close()
 
     def meet(self, what: str, act: Act, argument: Any) -> Any:
-        """Make one call for all replicas of this rank; return this replica's result.
+        """Make a call together with all replicas; return this replica's result.
 
         Collective over the strategy's replicas. ``act`` takes the arguments of this
         rank's replicas, in replica order, and returns one result for each replica; it
@@ -344,8 +343,7 @@ def run_listened(
     """
     if not listeners and run is None:
         return [function() for function in functions]
-    # If a replica adds a listener, the listener is notified of the replicas that run
-    # later.
+    # A listener that a replica adds is notified of the replicas that run later.
     told = [
         functools.partial(_listened, listeners, index, function)
         for index, function in enumerate(functions)

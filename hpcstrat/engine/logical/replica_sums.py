@@ -63,11 +63,11 @@ class ReplicaSums:
     ) -> Tree:
         """Sum or average trees of arrays over all replicas, given this rank's trees.
 
-        Collective over ``topology.replica_comm``; the arguments are those of
+        Collective over ``topology.replica_comm``; the arguments are the same as for
         ``Collectives.reduce_in_call``. If ``are_roots``, ``trees`` are partial sums,
-        one for each of `TreeOrder.roots`, and may be overwritten. The results have the
-        same bits on any number of ranks. Raises CollectiveError on all ranks if
-        replicas disagree on structure, shape or dtype.
+        one for each of this rank's `TreeOrder.roots`, and may be overwritten. The
+        results have the same bits on any number of ranks. Raises CollectiveError on all
+        ranks if replicas disagree on structure, shape or dtype.
         """
         how = {"out": out, "are_roots": are_roots}
         reduce = functools.partial(self._reduce, op, trees, what, options, **how)
@@ -84,7 +84,7 @@ class ReplicaSums:
         are_roots: bool,
     ) -> Tree:
         if self.order.num_replicas == self.order.num_ranks <= 2:
-            # One replica on each rank: the sum of two is the same in any order.
+            # A sum of at most two values, one per rank, is the same in any order.
             return self._ranks.reduce_in_call(op, trees[0], what, options, out=out)
         if options is not None:
             require_no_wire_dtype(options)
@@ -198,8 +198,7 @@ class ReplicaSums:
             return [found[0] for found in roots]
         if self.order.is_pair:
             firsts = [found[0] for found in roots]
-            # A partial sum computed here may be overwritten, but a replica's own array
-            # may not.
+            # Overwrite partial sums, but not a single replica's own array.
             out = firsts if len(self.block) > 1 else None
             totals: list[Array] = self._ranks.reduce_in_call(
                 ReduceOp.SUM, firsts, what, out=out
@@ -232,7 +231,7 @@ class ReplicaSums:
         return totals
 
     def _added(self, comm: Any, run: Run, rows: Array) -> Array:
-        """Return the sum over all ranks of a `Run`; ``rows`` are this rank's roots."""
+        """Return the sum of a `Run` over all ranks; ``rows`` has this rank's roots."""
         size, counts = run.size, self._num_roots
         if size * run.dtype.itemsize <= _GATHERED_BYTES:
             return self.order.sum_all(_given(comm, rows, [n * size for n in counts]))

@@ -21,9 +21,9 @@ def fix_threads(count: int, num_replicas: int) -> Any:
     """Let BLAS, OpenMP, PyTorch, XLA and TensorFlow compute with ``count`` threads.
 
     The sums of a matrix product are split over the threads, so that the bits of the
-    results depend on the number of threads. Returns an object that keeps the limit.
-    Raises RuntimeError if JAX or TensorFlow has already begun to compute with another
-    number of threads, because these libraries cannot change this number afterwards.
+    results depend on the number of threads. Returns threadpoolctl's limiter, which can
+    restore the earlier limits. Raises RuntimeError if JAX or TensorFlow has already
+    begun to compute with another number of threads, which it cannot change any more.
     """
     from threadpoolctl import threadpool_limits
 
@@ -71,10 +71,10 @@ def _xla_has_begun() -> bool:
 
 
 def let_xla_wait() -> None:
-    """Give XLA enough threads for logical replicas' programs to wait for each other.
+    """Give XLA more launch threads than replicas, so that waiting does not deadlock.
 
-    Does nothing once JAX has computed. An XLA program that waits blocks one of XLA's
-    launch threads. XLA has one launch thread per CPU device, and
+    Does nothing once JAX has computed. An XLA program that waits for other replicas
+    blocks a launch thread. XLA has one launch thread per CPU device, and
     ``jax_num_cpu_devices`` sets the number of devices; all devices share the threads
     that compute.
     """
@@ -86,7 +86,7 @@ def let_xla_wait() -> None:
 
 
 def xla_problem(num_replicas: int) -> str:
-    """Return why a rank's ``num_replicas`` replicas cannot wait in XLA, or ""."""
+    """Return why a rank's replicas cannot wait for each other in XLA, or ""."""
     jax: Any = sys.modules["jax"]
     found = len(jax.local_devices(backend="cpu"))
     if num_replicas == 1 or found > num_replicas:

@@ -34,9 +34,8 @@ _Node = tuple[int, int]
 class TreeOrder:
     """A tree of ``num_replicas`` leaves, split into blocks for ``num_ranks`` ranks.
 
-    There are at least as many replicas as ranks. A sum that overflows gives a NumPy
-    warning, unless the caller uses
-    `hpcstrat.engine.arrays.casting.without_fp_warnings`.
+    There are at least as many replicas as ranks. If a sum overflows, NumPy warns,
+    unless the caller uses `hpcstrat.engine.arrays.casting.without_fp_warnings`.
     """
 
     num_replicas: int
@@ -81,8 +80,8 @@ class TreeOrder:
         """Return how many pairs to add after each replica of a rank, in replica order.
 
         The sum is computed on a stack: the value of each replica is pushed, then the
-        two topmost values are replaced by their sum this many times. At the end the
-        stack holds the rank's roots.
+        two topmost values are replaced by their sum this many times. At the end, the
+        stack contains the sums at the rank's roots.
         """
         found: list[int] = []
 

@@ -29,7 +29,7 @@ Act = Callable[[list[Any]], Sequence[Any]]
 
 
 class _Stopped(BaseException):
-    """Ends the replicas' threads after the program has left the run."""
+    """Ends a replica's thread after `Turns.close`."""
 
 
 class _Seat:
@@ -43,7 +43,7 @@ class _Seat:
         # True between the start and the end of the replica's function.
         self.running = False
         self.job: Callable[[], Any] | None = None
-        # Name of the call in which the replica waits; None once its function has ended.
+        # Name of the call in which the replica waits, or None.
         self.what: str | None = None
         self.act: Act | None = None
         self.argument: Any = None
@@ -72,7 +72,7 @@ class Turns:
         self._ended.acquire()
         # Index of the replica that runs now.
         self.current = 0
-        # The first error of a run, because later errors may be consequences of it.
+        # The first error of a run, which `run` raises: it may have caused later errors.
         self._first: BaseException | None = None
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -92,26 +92,24 @@ class Turns:
                 self._answer(seats)
                 self._go_round([seat for seat in seats if seat.job is not None])
         except BaseException:
-            # After an interrupt such as Ctrl-C, end the replicas' threads, because
-            # their results are not needed.
+            # After an interrupt such as Ctrl-C, end the replicas' threads.
             self.close()
             raise
         answers = [seat.answer for seat in seats]
         first, self._first = self._first, None
         for seat in seats:
-            # Drop results and errors, so that results and the frames of tracebacks do
-            # not stay in memory until the next run.
+            # Free results and tracebacks now, not in the next run.
             seat.answer = seat.failure = seat.error = None
         if first is not None:
             raise first
         return answers
 
     def meet(self, number: int, what: str, act: Act, argument: Any) -> Any:
-        """Wait in the replica's thread for a call of all replicas; return its result.
+        """Make a call together with all replicas; return the result of this replica.
 
-        ``number`` is the index of the replica, and ``argument`` is the replica's
-        argument of the call. Only the ``act`` of the first replica is called, in the
-        thread that called `run`.
+        This method runs in the thread of the replica with index ``number``;
+        ``argument`` is its argument of the call. Only the ``act`` of the first replica
+        is called, in the thread that called `run`.
         """
         seat = self._seats[number]
         if seat.thread != get_ident():
@@ -158,7 +156,7 @@ class Turns:
         return seats
 
     def _serve(self, seats: list[_Seat], seat: _Seat) -> None:
-        """Run the body of a replica's thread: one function for each run."""
+        """Call one function for each run; this is the body of a replica's thread."""
         seat.thread = get_ident()
         while True:
             seat.turn.acquire()
@@ -227,7 +225,7 @@ class Turns:
             seat.error = error
 
     def _disagreement(self, seats: Sequence[_Seat]) -> BaseException:
-        """Return the error for waiting replicas, because not all make the same call."""
+        """Return the error for replicas in a call that not all replicas make."""
         doing = []
         for name, seat in zip(self._names, seats, strict=True):
             if seat.failure is not None:
@@ -249,7 +247,6 @@ class Turns:
         self._ended = allocate_lock()
         self._ended.acquire()
         for seat in seats:
-            # The replica that runs now stops at its next call.
             if seat.what is not None or not seat.running:
                 seat.error = _Stopped()
                 seat.what = None

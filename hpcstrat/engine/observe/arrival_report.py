@@ -266,8 +266,7 @@ class ArrivalReport:
             f"{'replica':>7}  {'host':<{width}} {'calls':>9} {'waits':>9} "
             f"{'waited s':>9} {'behind s':>9} {'longest s':>9} {'data s':>9}",
         ]
-        # The replica that waits least is listed first, because the other replicas wait
-        # for it.
+        # List the replica that waits least first: the other replicas wait for it.
         ordered = sorted(self.replicas, key=lambda r: r.waited_seconds)
         for row in ordered[:_MOST_ROWS]:
             lines.append(

@@ -24,12 +24,12 @@ from hpcstrat.engine.topology.topology import Topology
 
 __all__ = ["Arrivals"]
 
-# Finding the missing ranks takes 0.1 microseconds for each rank. In workers with more
-# ranks than this, only long waits look for missing ranks.
+# Finding the missing ranks takes 0.1 microseconds for each rank. In a worker with more
+# ranks than this, a rank looks for missing ranks only in a long wait.
 _MOST_LOOKED_AT = 16
 _PUBLISH_SECONDS = 0.1
 _GATHER_SECONDS = 5.0
-# How often a read is tried: it fails during a write, which takes some microseconds.
+# Attempts to read a rank's page: a read fails while the rank writes the page.
 _READ_ATTEMPTS = 50
 
 
@@ -61,18 +61,17 @@ class Arrivals:
     def __init__(self, topology: Topology, comm: Any, count: Callable[[], int]) -> None:
         self.comm = comm
         self.topology = topology
-        # Identifies the channel. The number is broadcast, because ranks may have
-        # created different numbers of channels, so that a local counter would differ
-        # between ranks.
+        # Identifies the channel. The number is broadcast, because ranks that counted
+        # their channels might get different numbers.
         self.number: int = comm.bcast(secrets.randbits(31))
         self._count = count
         self._start = time.perf_counter()
         self._header, self._data = _Waits(), _Waits()
         replicas, own = topology.worker_replicas, topology.worker_comm.rank
         self._awaited = dict.fromkeys(replicas, 0.0)
-        # Whether late ranks can be identified, and whether they are identified even in
-        # short waits.
+        # True if late ranks can be identified.
         self._knows = topology.num_workers == 1 < topology.worker_comm.size
+        # True if late ranks are identified even in short waits.
         self.looks_early = self._knows and len(replicas) <= _MOST_LOOKED_AT
         self._host = platform.node()
         # True if this is the first replica of its worker.
@@ -98,7 +97,6 @@ class Arrivals:
         self._waiting, seconds = None, time.perf_counter() - start
         self._header.add(seconds, call)
         if self._knows:
-            # The wait is split over the ranks that arrived last.
             for replica in late:
                 self._awaited[replica] += seconds / len(late)
 

@@ -45,14 +45,12 @@ def measure_clock(
     deadline = time.monotonic() + limit
     if topology.replica_id:
         return _ask(comm, clock, deadline)
-    # Find the ranks in ``comm`` of the workers' first replicas, which depend on how the
-    # launcher has placed the ranks.
+    # Translate the ranks of the workers' first replicas to ranks in ``comm``.
     own, every = topology.cross_worker_comm.Get_group(), comm.Get_group()
     leaders = own.Translate_ranks(None, every)
     own.Free()
     every.Free()
-    # Serve one worker after the other, because a worker that waited behind another
-    # worker would measure a longer round trip.
+    # Serve one worker at a time: a worker that waited would measure long round trips.
     for leader in leaders[1:]:
         if not _answer(comm, clock, leader, deadline):
             break
@@ -73,10 +71,9 @@ def _ask(comm: Any, clock: Callable[[], int], deadline: float) -> Sample | None:
 
 
 def _answer(comm: Any, clock: Callable[[], int], leader: int, deadline: float) -> bool:
-    """Reply to another worker's time requests; return whether all finished in time."""
+    """Reply to another worker's time requests; return whether that ended in time."""
     received = np.zeros(1, np.int64)
-    # Each reply has its own buffer, because MPI may still be sending the previous
-    # reply.
+    # Use one buffer per reply, because MPI may still be sending the previous reply.
     sent = np.zeros((_ROUNDS, 1), np.int64)
     requests = list[Any]()
     for number in range(_ROUNDS):

@@ -65,7 +65,7 @@ def _open(
     topology: Topology | None,
     comm: Any,
 ) -> None:
-    """Create the files of all ranks, or raise OSError on all ranks."""
+    """Create this rank's file; raise OSError on all ranks if a rank cannot."""
     run: Any = None
     error = ""
     if recorder.track.replica == 0:
@@ -134,7 +134,7 @@ def stop(
     together: bool = True,
     limit_seconds: float | None = None,
 ) -> None:
-    """Stop the active timeline; with ``topology``, only if it belongs to this topology.
+    """Stop the active timeline, if it belongs to ``topology`` (None: to any topology).
 
     If ``together``, the call is collective over the replicas of the timeline, and
     measures the clocks again, for at most ``limit_seconds``.

@@ -170,7 +170,6 @@ class MirroredCopies:
         copies are equal.
         """
         if self._on_device is not None:
-            # The slices on their way to the host may differ between ranks.
             self._on_device.forget_copies()
         copies, freed = self._common(comm)
         now = self._channel.position.run_index
@@ -178,8 +177,8 @@ class MirroredCopies:
         if freed:
             # A program may create and free variables all the time: limit how often all
             # copies are compared, so that comparisons take no longer than hashing.
-            # Replica 0 decides for all, because ``num_slices`` differs between ranks
-            # that freed different variables.
+            # Replica 0 decides for all replicas, because ``num_slices`` differs between
+            # ranks that freed different variables.
             recent = last is not None and now - last < self.num_slices
             if comm.bcast(recent):
                 return None
@@ -237,8 +236,7 @@ class MirroredCopies:
         alive = [(v, octets(v.component)) for v in every if not is_device(v.component)]
         if self._on_device is not None:
             self._on_device.plan([v for v in every if is_device(v.component)])
-        # Of a noncontiguous array, ``octets`` would return a copy, which stays
-        # outdated.
+        # ``octets`` copies a noncontiguous array; the copy would become outdated.
         assert all(v.component.flags.c_contiguous for v, _ in alive)
         total = sum(rows.size + _PIECE_BYTES for _, rows in alive)
         share = max(total // _SHARE + _PIECE_BYTES, _LEAST_BYTES)

@@ -26,7 +26,7 @@ def check_mirrored(
     every replica. If copies differ, raises DivergenceError on every replica. SyncOnRead
     and sharded variables are skipped; plain variables are compared, too. If ``turn`` is
     given, only a part is compared: 16 MiB, or an eighth of a replica's share of all
-    bytes if that is larger. Turns 0, 1, 2 and so on cover all bytes.
+    bytes if that is larger. The turns 0, 1, 2 and so on together cover all bytes.
     """
     if strategy.num_ranks == 1:
         return
@@ -46,8 +46,7 @@ def check_mirrored(
     with strategy.collectives.moving(what) as comm:
         error = compare(comm, part, tolerance)
         if error is not None and turn is not None:
-            # The error has an index within the compared part of an array: compare whole
-            # arrays, to report the index within the variable.
+            # Compare whole arrays, to report the element's index in the whole array.
             error = compare(comm, copies, tolerance)
     if error is not None:
         raise error

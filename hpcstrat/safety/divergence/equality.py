@@ -123,8 +123,7 @@ def _array_of(leaf: Any) -> tuple[str, Array]:
         try:
             return words, plain.numpy()
         except (TypeError, RuntimeError):
-            # NumPy does not know this type (such as bfloat16): use the bits as
-            # integers.
+            # NumPy does not have this type, such as bfloat16: use its bits as integers.
             bits = getattr(torch, f"int{8 * leaf.element_size()}")
             return words, plain.view(bits).numpy()
     array = leaf if isinstance(leaf, np.ndarray) else as_array(leaf)

@@ -188,7 +188,7 @@ def _distinct(own: tuple[str, str], other: tuple[str, str]) -> tuple[str, str]:
 
 
 def replicas_text(ranks: Sequence[int]) -> str:
-    """Return a text that names the replicas; of many replicas, the first ones."""
+    """Return a text that names the replicas, or the first eight if there are more."""
     if len(ranks) > _SHOWN_RANKS:
         shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
         return f"{len(ranks)} replicas ({shown}, ...)"

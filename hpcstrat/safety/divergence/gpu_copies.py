@@ -1,10 +1,10 @@
 """Hashing of mirrored variables on a GPU, to check that replicas' copies are equal.
 
-Each call of ``run`` starts to copy the next slice to page-locked host memory, in the
-program's current stream, and does not wait for the copy. It hashes the slice whose copy
-was started `LAG` calls before. That copy is complete, unless the host is `LAG` calls
-ahead of the GPU. Therefore all ranks hash the same slice in a call, with values from
-the same point of the program.
+Each call of ``run`` starts to copy the next slice of the variables to page-locked host
+memory, in the program's current stream, and does not wait for the copy. It hashes the
+slice whose copy was started `LAG` calls before. That copy is complete, unless the host
+is `LAG` calls ahead of the GPU; then the call waits. Because of the fixed `LAG`, all
+ranks hash the same slice in a call, with values from the same point of the program.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class _HashedPiece(NamedTuple):
     array: Any
 
 
-# Elements to search for NaN: variable, index of the first one, copy on the host.
+# Elements to search for NaN: variable, index of the first element, copy on the host.
 _Look = tuple[weakref.ref[MirroredVariable], int, Array]
 
 
 class _CopyToHost(NamedTuple):
-    """A slice that is being copied to the host; an empty one stands for no slice."""
+    """A slice that is being copied to the host; without data if there is no slice."""
 
     data: Array | None = None
     mark: Mark | None = None
@@ -62,7 +62,7 @@ class _CopyToHost(NamedTuple):
 class DeviceCopies:
     """Copies slices of the mirrored variables on a GPU to the host, and hashes them.
 
-    ``slices`` keep the variables' memory alive.
+    The arrays in ``slices`` keep the variables' memory alive.
     """
 
     def __init__(self) -> None:

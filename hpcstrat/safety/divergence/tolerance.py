@@ -75,7 +75,7 @@ def _largest(reals: Array) -> float:
 
 
 def _split(piece: Array) -> tuple[Array, Array]:
-    """Return the values, with 0 instead of NaN and infinities, and codes of these."""
+    """Return the values with 0 for NaN and infinities, and a code for each of these."""
     with np.errstate(over="ignore"):
         values = piece.astype(np.float64)
     kinds = np.zeros(values.shape)

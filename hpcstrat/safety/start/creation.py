@@ -2,7 +2,7 @@
 
 Before the first channel exists, ranks cannot exchange headers. Instead, ranks compare
 their calls by a nonblocking allgather on the program's communicator. A rank finds the
-missing ranks of its host by the shared file of `presence`. A thread reports missing
+missing ranks of its host in the shared file of `presence`. A thread reports missing
 ranks, even while MPI starts, and ends the process if its main thread is blocked.
 """
 
@@ -42,8 +42,8 @@ __all__ = ["Creation"]
 
 _REPEAT = 10
 _MOST_MADE = 16
-# Seconds from the report of missing ranks to the limit, and the smallest limit. A
-# smaller ``limit_seconds`` is for collective calls; a start takes longer.
+# Seconds from the report of missing ranks to the limit, and the smallest limit: because
+# a start takes longer, a smaller ``limit_seconds`` is valid for collective calls only.
 _LEAD_SECONDS = 5.0
 _LEAST_LIMIT_SECONDS = 10.0
 _SLOW_SECONDS = 60.0
@@ -69,8 +69,7 @@ class Creation:
         try:
             settings = given.resolved()
         except (AttributeError, TypeError, ValueError):
-            # Use default settings here: replica 0 or the caller reports the invalid
-            # setting.
+            # Use default settings: replica 0 or the caller reports the invalid setting.
             settings = Settings().resolved({})
         assert settings.warn_seconds is not None
         assert settings.limit_seconds is not None
@@ -150,7 +149,7 @@ class Creation:
         a rank has a ``problem`` (an exception), it raises this exception, and the other
         ranks raise a ReplicaError. If ``survives``, the death of a rank raises
         RankLostError. If ``guesses``, this rank may use another communicator than the
-        other ranks: if these do not arrive within a few seconds, it raises its
+        other ranks: if they do not arrive within a few seconds, this rank raises its
         ``problem``.
         """
         self._survives, self._guess = survives, problem if guesses else None
@@ -179,8 +178,7 @@ class Creation:
         """Set the ranks of the job that create the strategy together.
 
         From now on, the watching thread reports which of these ranks are missing, and
-        limits the wait for them, even while the main thread is in a blocking call of
-        MPI.
+        limits the wait for them, even while MPI blocks the main thread.
         """
         world = mpi.COMM_WORLD
         if self._board is not None and world.rank != self._board.launch.rank:
@@ -196,7 +194,7 @@ class Creation:
         self._step(CREATES)
 
     def _compare(self, comm: Any, call: Call, problem: Exception | None) -> None:
-        """Compare the calls of all ranks; on an error, raise if ``problem`` is None."""
+        """Compare all ranks' calls; raise any error, unless this rank has a problem."""
         own = np.array([call.digest, FAILED if problem else 0], np.int64)
         table = np.empty((comm.size, 2), np.int64)
         request = comm.Iallgather(own, table)
@@ -258,7 +256,7 @@ class Creation:
         return missing_ranks(self._board, self._ranks, *place, seen_only=seen_only)
 
     def _hopeless(self, now: float) -> list[Missing]:
-        """Return the ranks known to never arrive, once that is known for 5 seconds."""
+        """Return the ranks that will never arrive, if that is known for 5 seconds."""
         gone: list[Missing] = []
         if not self._survives:
             # With ``survives``, MPI itself (ULFM) reports dead ranks.
@@ -316,7 +314,7 @@ class Creation:
             return
         knows = any(one.known for one in missing)
         if not knows and min(self._ranks, default=own) != own and lacking:
-            # A rank of another host reports: it knows as much about the missing ranks.
+            # The lowest rank, on another host, reports: it has the same information.
             return
         late = [one.described() for one in missing[:SHOWN_RANKS]]
         if self._ended.is_set() or self._since > now:

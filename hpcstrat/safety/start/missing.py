@@ -37,10 +37,7 @@ class Missing:
         return f"rank {self.rank} on {self.host}{words}"
 
     def described(self) -> LateRank:
-        """Describe the rank for a report, with its stacks if they can be read.
-
-        Takes up to half a second.
-        """
+        """Describe the rank and its stacks for a report, in up to half a second."""
         page, stacks = self.page, Stacks()
         if "process" in page and not page["ended"] and page["pids"] == pid_namespace():
             stacks = look_at(Process(*page["process"]))
@@ -60,9 +57,9 @@ def missing_ranks(
 ) -> list[Missing]:
     """Return the ranks among ``ranks`` that do not wait in the same step as this rank.
 
-    The step is creation number ``turn`` of a strategy of a group, or, if ``group`` is
-    empty, the start of MPI. If no rank of this host is missing, all ranks of other
-    hosts are returned, because their steps are unknown, unless ``seen_only``.
+    The step is the ``turn``-th creation of a strategy by the ranks of a group, or, if
+    ``group`` is empty, the start of MPI. If no rank of this host is missing, all ranks
+    of other hosts are returned, because their steps are unknown, unless ``seen_only``.
     """
     if board is None:
         return []

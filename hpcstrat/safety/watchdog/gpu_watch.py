@@ -23,7 +23,7 @@ from hpcstrat.safety.watchdog.watch import Watch
 
 __all__ = ["GpuWatch"]
 
-# Time after a failure of NCCL for other work of the program, such as a save.
+# Time that the program has for other work, such as a save, after NCCL has failed.
 _GRACE_SECONDS = 60.0
 
 

@@ -26,8 +26,7 @@ _AGAIN_SECONDS = 0.5
 class Inquiry:
     """Finds the late ranks for which this rank waits.
 
-    ``serve`` answers the messages of other ranks, for some seconds or until a message
-    arrives.
+    ``serve`` answers other ranks' messages, for some seconds or until one arrives.
     """
 
     def __init__(
@@ -52,10 +51,7 @@ class Inquiry:
         return ended or (self._messages.yields and not self._reports)
 
     def run(self) -> bool:
-        """Ask all workers for their ranks' states, set `late`, and send out `late`.
-
-        Returns False if the inquiry has become obsolete.
-        """
+        """Find and publish the `late` ranks; return False if this became `obsolete`."""
         watch = self._watch
         self._messages.begin()
         if not watch.begin_inquiry():
@@ -74,10 +70,7 @@ class Inquiry:
         return True
 
     def _ask_workers(self) -> None:
-        """Ask the other workers for states, in groups of 64.
-
-        More answers at a time might not fit into the socket's buffer.
-        """
+        """Ask workers for states, in groups whose answers fit the socket's buffer."""
         watch = self._watch
         topology = watch.topology
         others = [w for w in range(topology.num_workers) if w != topology.worker_id]

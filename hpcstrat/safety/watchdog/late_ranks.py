@@ -15,7 +15,7 @@ SHOWN_RANKS = 8
 
 @dataclass(frozen=True, slots=True)
 class LateRank:
-    """A late rank, for which other ranks wait, in a report."""
+    """The description of a late rank in a report."""
 
     rank: int
     host: str
@@ -24,8 +24,7 @@ class LateRank:
     last_call: str = ""
     # Seconds since the last call; None if unknown.
     seconds_ago: float | None = None
-    # Seconds for which the rank still expects to be slow; negative if that time is
-    # over.
+    # Seconds for which the rank still expects to be slow; negative after that time.
     slow_left: float = 0.0
     # True if the rank was in ``expect_slow`` at some time since the wait began.
     is_slow: bool = False

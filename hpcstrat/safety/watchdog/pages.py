@@ -44,7 +44,7 @@ LONG_AGO = -1e9
 _HEADER = struct.Struct("=dqqdddddddII")
 _CHECK = struct.Struct("=I")
 _TEXT_START = 128
-# Readers try again if a page is incomplete, because a write takes microseconds.
+# Attempts to read a page, which is incomplete during a write of some microseconds.
 _ATTEMPTS = 3
 
 
@@ -63,7 +63,7 @@ class Status:
     asks_at: float = -math.inf
     # Time at which this rank last began an inquiry.
     inquires_at: float = -math.inf
-    # Time of the last report by any rank that this rank knows of.
+    # Time of the last report of late ranks, by any rank, that this rank has noticed.
     reported_at: float = -math.inf
     # Time at which this rank last learned which ranks are late.
     verdict_at: float = -math.inf

@@ -81,7 +81,7 @@ class Peers:
         row["pid"], row["start"], row["main"] = process.pid, process.start, process.main
         row["signal"], row["handle"] = process.signal, process.handle
         row["net"], row["pids"] = _namespace("net"), _namespace("pid")
-        # `host` replaces a last character that was cut in two here.
+        # This may cut the last character in two; `host` then replaces that character.
         row["host"] = platform.node().encode()[:_HOST_CHARACTERS]
         if port:
             found = _addresses()[:_MOST_ADDRESSES]
@@ -109,7 +109,7 @@ class Peers:
         return found
 
     def process(self, rank: int) -> Process | None:
-        """Return a rank's process; None if in another container or machine."""
+        """Return a rank's process; None if in another container or on another host."""
         row, own = self._table[rank], self._own
         if not own["pids"] or row["pids"] != own["pids"]:
             return None
@@ -156,7 +156,7 @@ class Mail:
             except BlockingIOError:
                 return
             except OSError:
-                # For example, an earlier message of this rank has found no receiver.
+                # The error may be of an earlier message that has found no receiver.
                 continue
             signature, data = datagram[:_SIGNATURE_BYTES], datagram[_SIGNATURE_BYTES:]
             if hmac.compare_digest(signature, _signature(self._peers.key, data)):
@@ -174,10 +174,7 @@ def _signature(key: bytes, data: bytes) -> bytes:
 
 
 def _namespace(kind: str) -> int:
-    """Return a number that identifies this process's Linux namespace of this kind.
-
-    Returns 0 if the namespace is unknown.
-    """
+    """Return a number for this process's Linux namespace of a kind; 0 if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
         number = os.stat(f"/proc/self/ns/{kind}").st_ino

@@ -80,7 +80,7 @@ class Process:
     main: int
     # Signal that makes the process write its stacks; 0 if there is none.
     signal: int
-    # The process's file descriptor of the file for its stacks.
+    # The process's file descriptor for the file to which it writes its stacks.
     handle: int
 
 
@@ -268,10 +268,7 @@ def _dump(process: Process) -> str:
 
 
 def _send(process: Process) -> bool:
-    """Send a process its signal; never signal a newer process with the same number.
-
-    Returns whether the signal was sent.
-    """
+    """Send a process its signal, unless its pid was reused; return True if sent."""
     handle = -1
     with contextlib.suppress(AttributeError, OSError):
         handle = os.pidfd_open(process.pid)

@@ -32,7 +32,7 @@ __all__ = ["HELD_SECONDS", "Watch"]
 HELD_SECONDS = 6.0
 """Time for which an inquiry of another rank prevents an inquiry of this rank."""
 
-# Time after the start of a report by another rank in which it should appear.
+# Time in which a report should appear after another rank has begun it.
 _REPORT_SECONDS = 4.0
 _LONGEST_TICK_SECONDS = 1.0
 _SHORTEST_TICK_SECONDS = 0.05
@@ -111,7 +111,7 @@ class Watch:
             self._own.write(status)
 
     def _observe(self, now: float) -> None:
-        """Update the status: the main thread's state, and the time of its beginning."""
+        """Update the status: the main thread's state, and when that state began."""
         channel, status = self.channel, self._status
         waiting, exchanging = channel.waiter.waiting, channel.exchanging
         status.sequence = channel.num_calls
@@ -177,10 +177,7 @@ class Watch:
         return stacks
 
     def begin_inquiry(self) -> bool:
-        """Publish on this rank's page that this rank begins an inquiry.
-
-        Returns False if a lower rank has begun an inquiry at the same time.
-        """
+        """Publish that this rank begins an inquiry; return False if a lower one has."""
         with self._lock:
             self._status.inquires_at = time.monotonic()
         self.publish()

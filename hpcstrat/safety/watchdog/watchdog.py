@@ -110,7 +110,7 @@ class _Watchdog:
             watch.turn_lock.release()
 
     def _serve(self, seconds: float) -> None:
-        """Wait for some seconds, or until messages arrive, and answer these."""
+        """Wait for some seconds, or until messages arrive, and answer the messages."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         handles = {}
@@ -158,7 +158,7 @@ class _Watchdog:
             looked + _REPEAT * warn,
         ]
         if waiting.patient_until > now:
-            # A rank that announced to be slow may have finished its slow part since.
+            # A rank that announced to be slow may have finished its slow part by now.
             milestones.append(looked + warn)
         passed = [at for at in milestones if looked < at <= now]
         if not passed or watch.others_inquire():
@@ -211,7 +211,7 @@ def _waits_long(status: Status, watch: Watch, now: float) -> bool:
 
 
 def _is_over(watch: Watch, waiting: Waiting, now: float) -> bool:
-    """Return whether the time limit has passed, but the main thread has not raised."""
+    """Return whether the time limit has passed without an error in the main thread."""
     waiter = watch.channel.waiter
     end = waiting.begin(waiter.slow_until) + watch.limit_seconds
     if waiting.timeout_seconds is not None:
@@ -307,7 +307,7 @@ def unregister(channel: Channel) -> None:
         if one.watch.channel is channel and watchdog is not None:
             channel.waiter.watched = False
             watchdog.watched.remove(one)
-            # Close before acquiring the lock, so that a running inquiry ends.
+            # Set ``closed`` before acquiring the lock, so that a running inquiry ends.
             one.watch.closed = True
             watchdog.wake()
             is_free = one.watch.turn_lock.acquire(timeout=_CLOSE_SECONDS)

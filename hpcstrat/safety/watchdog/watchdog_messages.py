@@ -18,8 +18,7 @@ from hpcstrat.safety.watchdog.watch import HELD_SECONDS, Watch
 
 __all__ = ["WatchdogMessages"]
 
-# When a rank expects to be slow, it notifies this number of workers, and this number of
-# ranks of each.
+# When a rank expects to be slow, it notifies two ranks in each of two other workers.
 _WORKERS_TOLD = 2
 _RANKS_TOLD = 2
 
@@ -115,8 +114,7 @@ class WatchdogMessages:
         self._send([message["from"]], kind, {**more, "round": message["round"]})
 
     def _answer_ask(self, message: dict[str, Any]) -> None:
-        # Only one rank reports: the first that asks, or, of several at the same time,
-        # the lowest one.
+        # Only one rank reports: the first rank that asks, or the lowest of several.
         self.held_until = time.monotonic() + HELD_SECONDS
         if message["from"] < self._rank:
             self.yields = True

@@ -67,8 +67,7 @@ def kept_settings(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name.startswith(_SETTINGS) and not name.startswith(_OURS)
     }
-    # Ignore the folder of mpirun's own libraries, which mpirun puts first in the
-    # variable.
+    # Ignore the folders of MPI's own libraries, which mpirun adds to the variable.
     own = {str(path) for path in _library_folders()}
     folders = environment.get(_PATHS, "").split(os.pathsep)
     others = [name for name in folders if name and os.path.realpath(name) not in own]
@@ -124,7 +123,8 @@ def find_launcher(
     is empty, and the second result is the reason.
     """
     folders = [p / "bin" for lib in _library_folders() for p in lib.parents]
-    # Do not resolve links: python in a virtual environment is a link to the system's.
+    # Do not resolve sys.executable: it may be a link from a virtual environment, which
+    # has an mpirun, to the system's Python.
     places = [*map(str, folders), str(Path(sys.executable).parent), None]
     family, others = _family(library_version), []
     for place in places:
@@ -162,7 +162,7 @@ def launch(
     The command's output is written to a file in ``folder``.
     """
     path = Path(folder) / "output"
-    # Use a file, because a process that outlives the launcher would keep a pipe open.
+    # With a pipe, a process that outlives the launcher would keep the reader waiting.
     with path.open("wb") as output:
         try:
             process = subprocess.Popen(

@@ -46,7 +46,7 @@ class Answer:
 class LauncherEnd:
     """Exit status and output of a launcher."""
 
-    # Negative after a signal; None if the launcher had to be killed.
+    # Exit status, negative after a signal; None if the launcher had to be killed.
     status: int | None
     output: str
     num_ranks: int = 1
@@ -158,8 +158,7 @@ def _answer(
         if own and "ok" not in own[-1]:
             begun.append((rank, int(own[-1]["bytes"])))
     if begun:
-        # Prefer a rank whose fault is known: the launcher ended the other ranks because
-        # of that fault.
+        # Prefer the rank whose fault is known: the launcher then ended the other ranks.
         rank, size_bytes = max(begun, key=lambda pair: bool(faults[pair[0]]))
         words = faults[rank] or "the process ended without a word"
         return Answer(False, f"{words} in {_CALLS[name]} of {_size(size_bytes)}")

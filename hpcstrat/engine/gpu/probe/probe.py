@@ -1,7 +1,7 @@
 """Tests whether the MPI library can read and write GPU memory; caches the result.
 
 The library's version text is not reliable: builds with and without GPU support have the
-same name, support may be missing for some operations only, and a wrong guess leads to a
+same text, support may be missing for some operations only, and a wrong guess leads to a
 segmentation fault. Therefore, separate processes really move buffers, and may crash.
 Their environment has no variables of the job, because a child that joined the job as a
 rank would hang all ranks. ``hpcstrat doctor`` runs the trial. The first rank of a job
@@ -92,10 +92,7 @@ class ProbeReport:
 
 
 def node_kind(library_version: str) -> dict[str, str]:
-    """Return versions, GPUs and MPI settings that identify a kind of node.
-
-    Loads CuPy.
-    """
+    """Return versions, GPUs and settings that identify a kind of node. Loads CuPy."""
     found = library.versions()
     names = sorted({gpu.name for gpu in library.visible_gpus()})
     return {
@@ -130,7 +127,7 @@ def known(library_version: str) -> ProbeReport | None:
 
 
 def _parsed(content: Any, kind: dict[str, str]) -> ProbeReport:
-    """Return the report in a file; raise if it is damaged or for another node kind."""
+    """Return the report in a file; raise if it is damaged or of another node kind."""
     if content["format"] != _FORMAT or content["kind"] != kind:
         raise ValueError("expected a report on this kind of node")
     answers = {
@@ -178,11 +175,11 @@ def probe(
     """Test, in other processes, which MPI operations work with GPU memory.
 
     Do not call this function in a rank whose MPI runs, because the trial would compete
-    for network and GPU. ``launcher`` is a command that starts two ranks (``["srun",
-    "-n2", "--mpi=pmix"]``); the default is the mpirun of this MPI library. Without a
-    launcher, one process runs a weaker trial. ``program`` has the arguments of Python,
-    and ``limit_seconds`` limits each start of the program. If the trial cannot run, the
-    report has no answers, and its ``how`` is the reason.
+    with the rank for network and GPU. ``launcher`` is a command that starts two ranks
+    (``["srun", "-n2", "--mpi=pmix"]``); the default is the mpirun of this MPI library.
+    Without a launcher, one process runs a weaker trial. ``program`` has the arguments
+    of Python, and ``limit_seconds`` limits each start of the program. If the trial
+    cannot run, the report has no answers, and its ``how`` is the reason.
     """
     kind = node_kind(library_version)
     python = [sys.executable, *program]
@@ -226,8 +223,7 @@ def _tried(
         answers |= outcome.answers
         # An operation that crashed the program is skipped in the next start.
         _leave_out(answers)
-        # Stop if a start gave no new answer, because the next start would give none
-        # either.
+        # Stop if a start gave no new answer: the next start would give none either.
         if outcome.complete or not outcome.answers:
             break
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -235,7 +231,7 @@ def _tried(
 
 
 def _leave_out(answers: dict[str, Answer]) -> None:
-    """Mark an ability's untried operations as failed if one operation has failed."""
+    """Mark an ability's untried operations as failed if another of them has failed."""
     for names in ABILITIES.values():
         failed = [name for name in names if name in answers and not answers[name].ok]
         for name in names if failed else ():

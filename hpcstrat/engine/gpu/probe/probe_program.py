@@ -29,7 +29,7 @@ _SIZES = (8, 64 << 10, 4 << 20)
 # Time limit of one operation with one size. A process whose launcher was killed ends
 # after this time at the latest.
 _LIMIT_SECONDS = 20.0
-# The operations that a process tries alone: they move data even to the process itself.
+# The operations that a single process tries: it exchanges messages with itself.
 _ALONE = ("sendrecv", "exchange")
 
 
@@ -41,8 +41,7 @@ class _TrialRank:
         self._comm = mpi.COMM_WORLD
         self._rank = self._comm.rank
         self._peer = self._comm.size - 1 - self._rank
-        # A wrong launcher starts two programs with rank 0; because of mode "x", only
-        # one of them continues.
+        # If a wrong launcher starts two processes with rank 0, mode "x" stops one.
         self._out = (folder / f"rank-{self._rank}.jsonl").open("x")
         self._fault = (folder / f"rank-{self._rank}.fault").open("w")
         faulthandler.enable(self._fault)
@@ -51,7 +50,7 @@ class _TrialRank:
     def say(self, **line: Any) -> None:
         """Write a line of JSON that is kept if the process crashes later."""
         self._out.write(json.dumps(line) + "\n")
-        # After the flush, the kernel has the line, even if the next operation crashes.
+        # After the flush, the line is safe, even if the next operation crashes.
         self._out.flush()
 
     def greet(self, gpu: Gpu | None, problem: str) -> bool:
@@ -95,7 +94,7 @@ class _TrialRank:
         return ((count * 7 + rank * 13) % 251).astype(np.float32)
 
     def _device(self, values: np.ndarray[Any, Any]) -> Any:
-        """Return GPU memory with a complete copy of these values."""
+        """Return new GPU memory that contains these values; the copy has ended."""
         memory, runtime = plain_memory(values.nbytes), self._runtime
         place, source = memory.data.ptr, values.ctypes.data
         runtime.memcpy(place, source, values.nbytes, runtime.memcpyHostToDevice)
@@ -108,7 +107,7 @@ class _TrialRank:
         return [buffer, memory.nbytes // 4, self._mpi.FLOAT]
 
     def _compare(self, memory: Any, expected: np.ndarray[Any, Any]) -> str:
-        """Compare GPU memory with values; return the first difference as text."""
+        """Return the first difference of GPU memory from expected values, as text."""
         seen, runtime = np.empty_like(expected), self._runtime
         runtime.deviceSynchronize()
         place, source = seen.ctypes.data, memory.data.ptr
@@ -225,8 +224,7 @@ def main(arguments: list[str] | None = None) -> int:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     mpi = _mpi()
     faulthandler.dump_traceback_later(3 * _LIMIT_SECONDS, exit=True)
-    # Create the CUDA context before MPI starts, as ranks of a job do, because MPI may
-    # look for a context when it starts.
+    # MPI may look for a CUDA context when it starts: create one before, as a job does.
     taken = _take_gpu()
     mpi.Init()
     trial = _TrialRank(mpi, Path(options.folder))

@@ -23,7 +23,7 @@ __all__ = ["Mover", "NcclMover", "StagedMover", "all_gather", "broadcast"]
 
 _STAGED_BYTES = 4 << 20
 
-# Index of an array, start and stop of a range of its bytes, and offset in the chunk.
+# Index of an array, start and stop of a range of its bytes, and its offset in a chunk.
 _ByteSpan = tuple[int, int, int, int]
 
 
@@ -44,7 +44,7 @@ class NcclMover:
         return self._group.ended()
 
     def all_gather(self, own: Any, out: Any, counts: Sequence[int]) -> WaitSteps:
-        """Concatenate the ranks' arrays, of ``counts`` bytes; see `all_gather`."""
+        """Concatenate all ranks' bytes, ``counts[r]`` of rank r; see `all_gather`."""
         ends = list(itertools.accumulate(counts))
         parts = [out[end - n : end] for end, n in zip(ends, counts, strict=True)]
         _copy_all([parts[self._group.rank]], [own], self.lane)
@@ -64,8 +64,7 @@ class StagedMover:
         self._mpi = topology.mpi
         self._comm: Any = topology.replica_comm
         self._chunk_bytes = chunk_bytes
-        # One extra byte per rank, because rounding may lengthen a rank's part of a
-        # chunk.
+        # One extra byte per rank, because rounding may lengthen its part of a chunk.
         nbytes = chunk_bytes + self._comm.size
         self._buffers = Buffers(pinned_memory)
         self._passed = [self._buffers.get(("passed", n), nbytes) for n in range(2)]
@@ -126,9 +125,9 @@ class StagedMover:
             yield Message(self._comm.Ibcast(piece, root))
 
     def all_gather(self, own: Any, out: Any, counts: Sequence[int]) -> WaitSteps:
-        """Concatenate the ranks' arrays, of ``counts`` bytes; see `all_gather`.
+        """Concatenate the ranks' bytes, ``counts[r]`` of rank ``r``; see `all_gather`.
 
-        A chunk has the same fraction of each replica's array.
+        Each chunk has the same fraction of every rank's bytes.
         """
         starts, lane = [0, *itertools.accumulate(counts)], self.lane
         chunks = -(-starts[-1] // self._chunk_bytes)
@@ -180,10 +179,7 @@ def _copy_all(targets: Sequence[Any], sources: Sequence[Any], lane: Lane) -> Non
 
 
 def _chunks_of(sizes: Sequence[int], chunk_bytes: int) -> list[list[_ByteSpan]]:
-    """Cut concatenated byte arrays into chunks, and each chunk into spans.
-
-    No span is empty.
-    """
+    """Cut concatenated byte arrays into chunks, and chunks into nonempty spans."""
     chunks: list[list[_ByteSpan]] = []
     room = 0
     for index, size in enumerate(sizes):
@@ -208,8 +204,8 @@ def broadcast(
 ) -> WaitSteps:
     """Copy the contiguous arrays of replica ``root`` to every replica.
 
-    Collective over ``topology.replica_comm``. The sizes are equal on all ranks. Each
-    result may be its own source. Sources are read on the root only.
+    Collective over ``topology.replica_comm``. The sizes are equal on all ranks. A
+    result may be the same memory as its source. Only the root reads its sources.
     """
     yield HEADER
     mover.lane.enter()

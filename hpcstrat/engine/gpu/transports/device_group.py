@@ -54,12 +54,11 @@ class DeviceGroup:
                 "doctor shows what there is"
             )
         self.capabilities: Capabilities = gather(topology)
-        # The NCCL transport, whose communicator has passed its trial; None without
-        # NCCL.
+        # The NCCL transport, which has passed its trial; None without NCCL.
         self.nccl: NcclTransport | None = None
         # The last logged text about the chosen transport, with the reason.
         self.reason = ""
-        # Transports by name; also has the `StagedMover`.
+        # The transports, and the `StagedMover`, by name.
         self._transports: dict[str, Transport | StagedMover] = {}
 
     def try_nccl(self, limit_seconds: float) -> WaitSteps:
@@ -74,8 +73,7 @@ class DeviceGroup:
         comm, survives = topology.replica_comm, topology.survives
         group = NcclGroup(topology.mpi, comm, self.lane, survives=survives)
         try:
-            # Only a trial shows whether NCCL works with this shared memory, network and
-            # driver.
+            # Only a trial shows whether NCCL works with this network and driver.
             yield from group.connect(limit_seconds)
         except EveryRankError as error:
             self.capabilities = replace(able, nccl=Ability(False, str(error)))
@@ -121,8 +119,7 @@ class DeviceGroup:
 
     def close(self) -> None:
         """Close all transports; every rank must call this method."""
-        # Wait for the lane, because work must not write to memory that has been
-        # returned to CUDA, or to CuPy's pool.
+        # Wait for the lane, because its work must not write to memory freed below.
         self.lane.synchronize()
         for made in self._transports.values():
             made.close()

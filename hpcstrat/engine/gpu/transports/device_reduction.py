@@ -30,9 +30,8 @@ __all__ = [
     "unpack_run",
 ]
 
-# Arrays of at least this size are reduced in place, without packing. Packing and
-# unpacking read and write each byte twice, which takes longer than the launch of one
-# more collective.
+# Arrays of at least this size are reduced in place: packing and unpacking them would
+# take longer than the launch of one more collective.
 _LARGE_BYTES = 1 << 20
 
 
@@ -45,8 +44,8 @@ class Transport(Protocol):
     def prepare(self, nbytes: int, count: int = 1) -> None:
         """Allocate the buffers for ``count`` pieces of at most ``nbytes`` each.
 
-        Called before the header; may raise. ``nbytes`` and ``count`` are the same on
-        every rank.
+        Called before the header of a call; may raise an exception. ``nbytes`` and
+        ``count`` are the same on every rank.
         """
         ...
 
@@ -91,8 +90,7 @@ def reduce_on_device(
         pieces = tuple(_in_half(piece, work) for piece in pieces)
     work = replace(work, pieces=pieces)
     lane = transport.lane
-    # Allocate before the header, because the header reports a rank's error to all
-    # ranks.
+    # Allocate before the header, which reports a rank's error to all ranks.
     transport.prepare(max(map(_piece_bytes, pieces)), len(pieces))
     _compile(pieces, work)
     lane.enter(begin)
@@ -107,7 +105,6 @@ def reduce_on_device(
 def _compile(pieces: Sequence[Piece], work: Work) -> None:
     for piece in pieces:
         for run in piece:
-            # All arrays of a run have the same type.
             index = run.spans[0][0]
             kernels.prepare(work.sources[index].dtype, run.dtype)
             kernels.prepare(work.results[index].dtype, run.dtype)
@@ -127,8 +124,7 @@ def straight(run: Run, work: Work) -> tuple[list[tuple[Any, Any]], Run | None]:
     The choice is the same on every rank. The arrays may start at any multiple of their
     item size.
     """
-    # All arrays of a run have the same type.
-    index = run.spans[0][0]
+    index = run.spans[0][0]  # All arrays of a run have the same type.
     if not work.sources[index].dtype == work.results[index].dtype == run.dtype:
         return [], run
     large, rest = _split(run)
@@ -183,7 +179,7 @@ def pack_run(run: Run, work: Work, buffer: Any, lane: Lane) -> Any:
 def unpack_run(
     run: Run, work: Work, part: Any, lane: Lane, *, divides: bool = True
 ) -> None:
-    """Unpack the sums of a run into the results, divided by the work's divisor."""
+    """Unpack a run's sums into the results; if ``divides``, divide by the divisor."""
     kernels.unpack(
         part.data.ptr,
         run.spans,

@@ -3,8 +3,8 @@
 This transport needs an MPI library that can send and receive GPU memory. MPI's own
 reductions of GPU memory are not used, because they are often missing, slow, or wrong.
 
-Small arrays are summed by recursive doubling, in which each rank sends its whole array
-in each of ``log2 p`` steps (Thakur, Rabenseifner and Gropp 2005,
+Small arrays are summed by recursive doubling, in which each of ``p`` ranks sends its
+whole array in each of ``log2 p`` steps (Thakur, Rabenseifner and Gropp 2005,
 doi:10.1177/1094342005051521, also for numbers of ranks that are not a power of two).
 Larger arrays are summed by a ring, in which each rank sends about twice the bytes of
 its array to one neighbor, in ``2 (p - 1)`` steps (Patarasuk and Yuan 2009,
@@ -53,11 +53,9 @@ _ROUNDING_BYTES = 128
 class Limits:
     """Limits for the sizes of messages; the same on all ranks."""
 
-    # A ring is used if each rank's segment of the array has at least this size, and
-    # recursive doubling if it is smaller.
+    # Smallest segment of a rank for which a ring is used, not recursive doubling.
     segment_bytes: int = 64 << 10
-    # Maximum size of a message of a ring, and maximum number of messages in flight in
-    # each direction.
+    # Maximum size of a ring's messages, and maximum number in flight per direction.
     chunk_bytes: int = 2 << 20
     in_flight: int = 4
 
@@ -83,8 +81,6 @@ class MpiTransport:
     def prepare(self, nbytes: int, count: int = 1) -> None:
         """Allocate buffers for pieces of at most ``nbytes``; may raise."""
         del count
-        # The buffers are not from CuPy's pool: its arrays are parts of larger blocks,
-        # and another process could only map a whole block.
         self._values = self._buffers.get("values", nbytes)
         self._scratch = self._buffers.get("scratch", self._scratch_bytes(nbytes))
 
@@ -127,9 +123,9 @@ class MpiTransport:
     def _by_doubling(self, values: Any) -> WaitSteps:
         """Sum by recursive doubling: exchange sums with ranks at distance 1, 2, 4, ...
 
-        The number of ranks that take part is the largest power of two. Each surplus
-        rank, an even rank among the first ranks, first sends its values to the next
-        rank, and finally receives the sums from that rank.
+        The number of ranks that take part is a power of two, the largest possible. Each
+        surplus rank, an even rank among the first ranks, first sends its values to the
+        next rank, and finally receives the sums from that rank.
         """
         active = 1 << (self._size.bit_length() - 1)
         pairs = self._size - active
@@ -187,8 +183,7 @@ class MpiTransport:
                 yield from messages
                 if theirs is not own:
                     self._add(own, theirs, own)
-                    # Wait: the next flight reuses ``theirs``, and a later flight sends
-                    # the sum.
+                    # Wait, because later flights reuse ``theirs``, and send the sum.
                     yield self.lane.done()
             if flight >= 2 * adding:
                 continue
@@ -225,14 +220,13 @@ class MpiTransport:
         nbytes = array.nbytes
         if not nbytes:
             return []
-        # Pass the address, because an MPI call takes GPU memory in the same way as host
-        # memory.
+        # MPI accepts an address in GPU memory like an address in host memory.
         buffer = self._mpi.buffer.fromaddress(array.data.ptr, nbytes)
         # The message keeps the array alive, because the request only has its address.
         return [Message(call([buffer, nbytes, self._mpi.BYTE], rank, _TAG), array)]
 
     def close(self) -> None:
-        """Free the buffers, when all calls have ended."""
+        """Free the buffers; all calls must have ended."""
         self._values = self._scratch = None
         self._buffers.clear()
 

@@ -7,18 +7,18 @@ can create it, and afterwards that it exists and has computed correct sums
 
 NCCL kernels wait on the GPU for the kernels of other ranks. Therefore, an NCCL kernel
 must never be in flight together with an MPI message of GPU memory, because this may
-deadlock: the message's copy may wait for the GPU on one rank, and for a message on
-another rank. All GPU calls of a channel share one lane, which only one generator uses
-at a time. A transport that passes GPU memory to MPI waits for the lane first
-(`hpcstrat.engine.gpu.transports.mpi_transport`), and its messages have ended before its
-generator launches its next kernel.
+deadlock: on one rank, the message's copy waits for the NCCL kernel to end; on another
+rank, the NCCL kernel is launched only after the message. All GPU calls of a channel
+share one lane, which only one call uses at a time. A transport that passes GPU memory
+to MPI first waits for the lane (`hpcstrat.engine.gpu.transports.mpi_transport`), and
+launches its next kernel only after its messages have ended.
 
-When a rank dies, the kernels of the other ranks wait for its kernels forever, and so
-does all work that waits for their streams (NCCL user guide, "Fault Tolerance"). If the
-job must survive the loss of a rank, a call therefore waits for its kernels: this wait
-detects dead ranks, and `NcclGroup.abandon` then ends the kernels. In other jobs, the
-program may hang inside of a CUDA call when the network or another rank fails. The
-watchdog detects this by `nccl_failure` and `kernels_wait_since`.
+When a rank dies, the kernels of the other ranks wait for its kernels forever, and all
+work that waits for their streams hangs, too (NCCL user guide, "Fault Tolerance"). If
+the job must survive the loss of a rank, a call therefore waits for its kernels: this
+wait detects dead ranks, and `NcclGroup.abandon` then ends the kernels. In other jobs,
+the program may hang inside of a CUDA call when the network or another rank fails. The
+watchdog detects such a hang by `nccl_failure` and `kernels_wait_since`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class NcclGroup:
 
     ``comm`` is used in `connect` only. A sum runs on the lane that is passed to
     `all_reduce`; all other calls run on ``lane``, in the order of the calls.
-    ``survives`` says that the job must survive the loss of a rank.
+    ``survives`` is True if the job must survive the loss of a rank.
     """
 
     def __init__(
@@ -138,8 +138,7 @@ class NcclGroup:
                 unique[:] = *identity, isinstance(identity, bytes)
         except Exception as error:
             problem = described(error)
-        # Agree before any rank calls NCCL, where it might wait forever for a failed
-        # rank.
+        # Agree that no rank has failed: NCCL would wait forever for a failed rank.
         yield from self._raise_on_all(problem)
         if self.size > 1:
             yield Message(self._mpi_comm.Ibcast(unique, 0))
@@ -152,8 +151,7 @@ class NcclGroup:
             for problem in joining.problems():
                 yield from self._raise_on_all(problem)
         except BaseException:
-            # A rank may have died. Abort here, because no other object has the
-            # communicator.
+            # A rank may have died. Abort here: no other object has the communicator.
             joining.give_up()
             raise
         self._comm = joining.keep()
@@ -173,8 +171,8 @@ class NcclGroup:
 
         Collective over ``comm``; does not wait. Each tuple in ``sums`` is: the array to
         reduce, the array for the result (may be the same memory), and whether to
-        average instead of sum. Raises CollectiveError on this rank if NCCL reports an
-        error, like all calls of this class.
+        average instead of sum. Like the other calls, this call raises CollectiveError
+        on this rank if NCCL reports an error.
         """
 
         def call() -> None:
@@ -236,8 +234,7 @@ class NcclGroup:
             try:
                 call()
             finally:
-                # End the group after an error, too: an open group would hold back all
-                # later calls.
+                # End the group after errors, too: an open group holds back later calls.
                 self._nccl.groupEnd()
             with self._lock:
                 self._last = (self._last or Mark()).record(lane.stream)
@@ -269,7 +266,7 @@ class NcclGroup:
         return ""
 
     def look_at_kernels(self) -> None:
-        """Store in `waits_since` since when calls have been unfinished; may block."""
+        """Set `waits_since` to the time since which calls are unfinished; may block."""
         while True:
             if self._watched is None:
                 with self._lock:
@@ -283,10 +280,7 @@ class NcclGroup:
         self.waits_since = math.inf
 
     def ended(self) -> WaitSteps:
-        """Wait until all earlier calls have ended, if the group survives lost ranks.
-
-        If ``survives`` is false, it does nothing: only streams wait, not the host.
-        """
+        """Wait until all earlier calls have ended, but only if ``survives`` is true."""
         if self.survives:
             yield NcclEnding(self._lane.done(), self._check)
 
@@ -299,7 +293,7 @@ class NcclGroup:
     def close(self) -> None:
         """Free the communicator; all work of the lane must have ended.
 
-        Collective over ``comm``, since NCCL may wait for the other ranks.
+        Collective over ``comm``, because NCCL may wait for the other ranks.
         """
         with self._lock:
             if self._comm is not None:
@@ -330,7 +324,7 @@ def look_at_kernels() -> None:
 
 
 def kernels_wait_since() -> float:
-    """Return since when NCCL calls have been unfinished; infinity if all have ended."""
+    """Return since when NCCL calls are unfinished; infinity if all have ended."""
     return min((group.waits_since for group in _unaware()), default=math.inf)
 
 
@@ -345,8 +339,7 @@ def _error_on_any_rank(
 ) -> Generator[Waitable, None, str]:
     """Return, on all ranks, the problem of the highest rank that has a problem.
 
-    Collective over ``comm``. ``problem`` is this rank's error text; empty if there is
-    no error.
+    Collective over ``comm``. ``problem`` is this rank's error text; empty if none.
     """
     last = np.array([comm.rank if problem else -1], np.int64)
     yield Message(comm.Iallreduce(mpi.IN_PLACE, last, op=mpi.MAX))

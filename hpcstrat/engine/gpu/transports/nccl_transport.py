@@ -36,8 +36,7 @@ class NcclTransport:
         self.lane = lane
         self.group = group
         self._buffers = Buffers()
-        # Each lane has its own buffer. The second lane is only for calls of several
-        # pieces.
+        # Each lane has its own buffer. Only calls of several pieces use a second lane.
         self._lanes = [lane]
         self._values: list[Any] = []
         self._tie = Mark()
@@ -58,8 +57,7 @@ class NcclTransport:
         """
         del channel
         lanes = list(zip(self._lanes, self._values, strict=False))
-        # Make the second lane, like the first, wait for the program's work and for the
-        # previous call.
+        # Make the second lane, too, wait for the program's work and the previous call.
         self.lane.leave(self._tie)
         for lane, _ in lanes[1:]:
             lane.enter(self._tie)

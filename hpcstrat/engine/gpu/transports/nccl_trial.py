@@ -46,10 +46,10 @@ class Joining:
     The communicator is created on the current device. The trial ends with `keep` or
     `give_up`, after every rank knows the results of all ranks. The ranks of a node must
     abort at the same time, because a rank must not free memory that the kernel of
-    another rank still reads. An NCCL call may never return, and its memory must not be
-    freed while it runs. Therefore, only the thread that made the call aborts, after the
-    call has returned; the call returns if another rank aborts. If all ranks wait in
-    such calls, threads and memory stay until the processes end.
+    another rank still reads. An NCCL call may never return, and the memory that it uses
+    must not be freed while it runs. Therefore, only the thread that made the call
+    aborts, after the call has returned; the call returns if another rank aborts. If all
+    ranks wait in such calls, threads and memory stay until the processes end.
     """
 
     def __init__(
@@ -72,8 +72,7 @@ class Joining:
             self._device = library.current_gpu()
             thread.start()
         except Exception as error:
-            # `NcclGroup.connect` reports the problem to the other ranks, which may be
-            # waiting in NCCL.
+            # `NcclGroup.connect` reports the problem to ranks that may wait in NCCL.
             self._problem = described(error)
             self._ended.set()
 
@@ -100,8 +99,7 @@ class Joining:
         import cupy
 
         nccl, stream = self._nccl, cupy.cuda.Stream(non_blocking=True)
-        # The values are small integers, whose float32 sums are exact for up to 66,000
-        # ranks.
+        # Use small integers, whose float32 sums are exact for up to 66,000 ranks.
         values = np.resize(np.arange(251, dtype=np.float32), nbytes // 4)
         own = values + np.float32(self._rank % 7)
         ranks = np.float32(sum(rank % 7 for rank in range(self._size)))
@@ -114,12 +112,10 @@ class Joining:
         mark = Mark().record(stream)
         while not mark.passed():
             if self._decided.wait(_POLL_SECONDS):
-                # Abort before the memory is freed, because freeing waits for the
-                # kernel.
+                # Abort before the memory is freed: freeing waits for the kernel.
                 abort_quietly(self._made)
             self._made.check_async_error()
-        # Copy only now, because a copy to memory that is not page-locked blocks the
-        # host.
+        # Copy only now: a copy to memory that is not page-locked blocks the host.
         _compare(memory.get(stream=stream), values * np.float32(self._size) + ranks)
 
     def agreed(self) -> bool:
@@ -146,13 +142,13 @@ class Joining:
         )
 
     def keep(self) -> Any:
-        """Return the communicator, if no rank has a problem."""
+        """Keep and return the communicator, because no rank has a problem."""
         self._kept = True
         self._decided.set()
         return self._made
 
     def give_up(self) -> None:
-        """Let the thread abort, after all ranks know the problem of a rank."""
+        """Let the thread abort the communicator, after all ranks know the problem."""
         self._decided.set()
 
 
@@ -187,6 +183,5 @@ def abort_beside(comm: Any) -> None:
 
 def described(error: Exception) -> str:
     """Return an NCCL error as text."""
-    # The type is part of the text, because CuPy raises KeyError for NCCL errors without
-    # a known message.
+    # Name the type: CuPy raises KeyError for NCCL errors without a known message.
     return f"{type(error).__name__}: {error}"

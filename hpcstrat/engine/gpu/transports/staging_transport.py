@@ -16,13 +16,13 @@ orders accesses to shared memory in the same way as the header of a single worke
 the same records (`SegmentHeaders`). With several workers, a header does not order
 memory, and the algorithm makes another step of its own.
 
-So each rank makes a sequence of calls, one for each part, and every rank ends a part
-before it begins the next part. `hpcstrat.engine.channel.shared_rings` has two
+Each rank makes one call of the host algorithm for each part, and ends a part before it
+begins the next part. `hpcstrat.engine.channel.shared_rings` has two
 requirements. First, a rank must reach step ``n - 1`` only after its last read of the
 memory of step ``n - 3``. Ranks meet this requirement, because each piece of memory is
 used for one step, and a rank writes for step ``n - 1`` only after all its work that
-follows step ``n - 3``. Second, all ranks must use memory of equal sizes in equal order.
-Ranks meet this requirement, because the parts depend on the plan only.
+follows step ``n - 3``. Second, all ranks must use memory of the same sizes in the same
+order. Ranks meet this requirement, because the parts depend on the plan only.
 """
 
 from __future__ import annotations
@@ -71,8 +71,7 @@ class StagingTransport:
     def choosing(self, choose: _Choose) -> StagingTransport:
         """Return a transport with the same buffers and another function ``choose``.
 
-        Calls of the two transports must not overlap. Closing this transport closes
-        both.
+        Calls of the two must not overlap. Closing this transport closes both.
         """
         other = copy.copy(self)
         other._choose = choose
@@ -84,8 +83,7 @@ class StagingTransport:
         self._values = self._buffers.get("values", nbytes)
         nbytes = max(1, min(nbytes, self._part_bytes))
         if self._places and self._places[0].size < nbytes:
-            # Keep the old buffers: the previous call may still copy its last part from
-            # them.
+            # Keep the old buffers: the previous call may still copy from them.
             self.lane.keep(self._places)
         self._places = tuple(self._pinned.get(n, nbytes) for n in range(2))
 
@@ -99,8 +97,7 @@ class StagingTransport:
                 (run, pack_run(run, work, self._values, self.lane)) for run in piece
             ]
             parts = [part for run, array in packed for part in self._parts(run, array)]
-            # Stay one part ahead, so that the next part is copied while the host sums
-            # this part.
+            # Stay one part ahead: copy the next part while the host sums this part.
             ahead = self._copied_down(parts)
             down: Any = next(ahead, None)
             for run, part in parts:
@@ -130,8 +127,7 @@ class StagingTransport:
 
     def _sum(self, run: Run, host: Array, work: Work, channel: Channel) -> WaitSteps:
         """Sum a host array over the ranks, in place."""
-        # Means of integers are summed in float64; these sums must not be rounded
-        # either.
+        # Sums of integers are never rounded to half precision, not even for means.
         exact = work.sources[run.spans[0][0]].dtype.kind in "iu"
         algorithm, piece_bytes = self._choose(host.nbytes, exact)
         pieces = tuple(cut([(host.dtype, host.shape)], False, piece_bytes))

@@ -35,8 +35,7 @@ def select_on_gpu(
     """Choose the transport of a reduction of GPU arrays; the same on every rank.
 
     ``nbytes`` is the total size of the arrays, in the types in which they are added.
-    Raises ValueError on every rank if the options request an implementation that is not
-    available.
+    Raises ValueError on every rank if the requested implementation is not available.
     """
     able, wanted = group.capabilities, options.implementation
     if wanted is CommunicationImplementation.NCCL:
@@ -128,7 +127,7 @@ def mover(group: DeviceGroup) -> Mover:
 
 
 def _why_not(group: DeviceGroup, **words: str) -> list[str]:
-    """Return texts with the reasons why the ranks lack some of these abilities."""
+    """Return a text with the reason for each ability in ``words`` that ranks lack."""
     abilities = {name: getattr(group.capabilities, name) for name in words}
     return [
         f"not {words[name]}: {ability.reason}"

@@ -49,8 +49,7 @@ class EventFile:
         # O_CLOEXEC, so that child processes do not inherit the open file.
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
         self._handle = os.open(path, flags, 0o666)
-        # The first line opens the JSON array; a comma is written before each later
-        # event.
+        # The first line opens the JSON array; a comma precedes each later event.
         first, *others = track.header()
         self._write("[\n" + first)
         for line in others:
@@ -73,8 +72,7 @@ class EventFile:
         """
         waiting = len(self._queue)
         if waiting > _MOST_QUEUED or (not self.accepts and type(event) is not str):
-            # Drop the event, so that the queue does not fill the memory if events
-            # arrive faster than they can be written.
+            # Drop the event: queued events must not fill the memory.
             self._dropped += 1
             return
         self._queue.append(event)
@@ -82,11 +80,7 @@ class EventFile:
             self._work.set()
 
     def flush(self, limit_seconds: float = 2.0) -> None:
-        """Wait until the thread has written the queued events.
-
-        Because of ``limit_seconds``, the program does not hang if the file system
-        hangs.
-        """
+        """Wait up to ``limit_seconds`` until the queued events have been written."""
         deadline = time.monotonic() + limit_seconds
         while self._queue or self._lock.locked():
             if not self._thread.is_alive() or time.monotonic() > deadline:
@@ -148,6 +142,6 @@ class EventFile:
     def _stop(self, why: str) -> None:
         if self.accepts:
             self.accepts = False
-            # Only replica 0 warns, because all files are full at about the same time.
+            # Only replica 0 warns, because all ranks' files fill up at the same time.
             if self._track.replica == 0:
                 get_logger("timeline").warning("%s ends here: %s", self.path, why)

@@ -55,7 +55,7 @@ class Track:
         ]
 
     def tid(self, number: int) -> int:
-        """Return a thread number that is unique over all replicas."""
+        """Return the number of a thread in the trace, unique over all replicas."""
         return self.replica + number * self.num_replicas
 
 

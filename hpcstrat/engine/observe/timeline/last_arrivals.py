@@ -19,11 +19,10 @@ class RankWaits:
     replica: int
     where: str
     calls: int = 0
-    # waited_seconds: the time that the replica waited in these calls for other
-    # replicas. last: the number of calls in which it arrived last. cost_seconds: the
-    # time that the other replicas waited for it in the calls in which it arrived last,
-    # on average.
+    # Time that this replica waited for other replicas.
     waited_seconds: float = 0.0
+    # Number of calls in which this replica arrived last, and the sum over these calls
+    # of the average wait of the other replicas.
     last: int = 0
     cost_seconds: float = 0.0
 
@@ -31,9 +30,9 @@ class RankWaits:
 def last_arrivals(
     events: Iterable[tuple[RankFile, dict[str, Any]]],
 ) -> dict[int, RankWaits]:
-    """Return the waits of each replica, by replica number; event times are aligned.
+    """Return the waits of each replica, by number, in calls that all have recorded.
 
-    Only calls that all replicas have recorded are counted.
+    The times of ``events`` must be of one clock.
     """
     found: dict[int, RankWaits] = {}
     came: dict[tuple[Any, ...], dict[int, tuple[float, float]]] = {}
@@ -42,7 +41,7 @@ def last_arrivals(
         if event["ph"] == "X" and event["name"] == WAIT:
             args = event["args"]
             if "sequence" not in args:
-                continue  # Skip pending calls: their waits begin after the arrival.
+                continue  # Skip pending calls, whose waits begin after the arrival.
             key = args["channel"], args["sequence"]
             came.setdefault(key, {})[file.tid] = event["ts"], event["dur"]
     for times in came.values():

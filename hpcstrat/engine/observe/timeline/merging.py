@@ -35,7 +35,7 @@ class Timeline:
         return {pid: Alignment(found) for pid, found in samples.items()}
 
     def events(self) -> Iterator[tuple[RankFile, dict[str, Any]]]:
-        """Yield all events with their rank files, in times of replica 0's clock."""
+        """Yield all events, each with its rank file; times are of replica 0's clock."""
         alignments = self.alignments()
         zero = min(
             alignments[file.pid].reference_ns(file.base_ns) for file in self.files
@@ -48,8 +48,7 @@ class Timeline:
                     placed = alignment.reference_ns(start)
                     event["ts"] = (placed - zero) / 1000
                     if "dur" in event:
-                        # Convert start and end separately, because the clock drifts
-                        # during a long range.
+                        # Convert the end, too: the clock drifts during a long range.
                         end = start + round(event["dur"] * 1000)
                         last = alignment.reference_ns(end)
                         event["dur"] = (last - placed) / 1000
@@ -58,8 +57,7 @@ class Timeline:
     def write(self, path: str) -> int:
         """Write one file for Perfetto or chrome://tracing; return the number of events.
 
-        The file is compressed if the path ends in ``.gz``. An existing file is
-        replaced.
+        Compresses the file if the path ends in ``.gz``; replaces an existing file.
         """
         part, count = f"{path}.part", 0
         with _text_file(part, compressed=path.endswith(".gz")) as file:

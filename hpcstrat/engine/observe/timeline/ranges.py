@@ -58,8 +58,7 @@ def trace(name: str, **args: Any) -> contextlib.AbstractContextManager[None]:
     recorder = active.recorder
     if recorder is None:
         return _NOTHING
-    # Convert to text now, because the writer thread runs later, when the objects may
-    # have changed.
+    # Convert to text now: the objects may change before the writer thread runs.
     shown = {key: v if type(v) in _PLAIN else shown_text(v) for key, v in args.items()}
     return _Range(recorder, name, shown or None)
 

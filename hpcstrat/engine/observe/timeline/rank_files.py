@@ -26,10 +26,7 @@ def file_name(run: str, replica: int) -> str:
 
 
 def find_runs(directory: str) -> dict[str, list[str]]:
-    """Return the event files of a folder, grouped by run, oldest run first.
-
-    The files of a run are in replica order.
-    """
+    """Return the event files of a folder by run, oldest run first, in replica order."""
     runs: dict[str, list[str]] = {}
     for name in sorted(os.listdir(directory)):
         found = _NAME.fullmatch(name)
@@ -50,7 +47,7 @@ def read_events(path: str, mark: str = "") -> Iterator[dict[str, Any]]:
             text = line.strip().removesuffix(",")
             if text in ("", "[", "]") or mark not in text:
                 continue
-            # The invalid line is not the last one, so that a kill cannot be the reason.
+            # Another line follows: the invalid line was not truncated by a kill.
             if bad:
                 break
             try:

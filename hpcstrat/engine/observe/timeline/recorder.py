@@ -1,6 +1,6 @@
 """Records events of the library and of the program, while recording is on.
 
-While recording is off, its only cost is the test ``active.recorder is None``.
+While recording is off, the only cost is the test ``active.recorder is None``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Active:
         self.recorder: Recorder | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, and make channels leave the fast path of the C kernel."""
+        """Set an attribute, and make channels notice the change at their next call."""
         super().__setattr__(name, value)
         for channel in list(self.channels):
             channel.state.attention = True
@@ -77,8 +77,7 @@ class Recorder:
         """Create a new event file; raise OSError if it cannot be created.
 
         Time zero of the trace is ``zero_ns`` of the reference clock, and ``sample`` has
-        the current offset of this clock. After ``most_bytes`` no more events are
-        written.
+        the current offset of this clock. Events beyond ``most_bytes`` are not written.
         """
         self._base_ns = zero_ns - sample.offset_ns
         self.file = EventFile(path, self.track, self._base_ns, most_bytes)
@@ -157,8 +156,7 @@ class Recorder:
         text, args, start, at = self._call
         self._call = None
         name, thread = _short(text), self._thread(self.file)
-        # The range of the whole call is extended by a nanosecond at both ends, so that
-        # no nested part has the same start or end.
+        # Extend the call's range by 1 ns, so that no part has the same start or end.
         whole = (name, "collective", start - 1, max(end, at) + 1, args, thread)
         self.file.put(whole)
         if end:
@@ -168,8 +166,8 @@ class Recorder:
         """Record the start of a pending call."""
         if self.file is not None:
             self._num_started += 1
-            # A call that was started before the file was opened has no mark, so that
-            # its end is not recorded.
+            # The mark pairs start and end. A call that was started before the recording
+            # has no mark, so its end is not recorded.
             call.mark = str(self._num_started)
             name, args = _short(call.call.text), {"call": call.call.text}
             at = time.perf_counter_ns()

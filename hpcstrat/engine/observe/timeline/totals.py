@@ -26,8 +26,7 @@ class Totals:
     def __init__(self) -> None:
         self.late_ns = self.communication_ns = self.input_ns = 0
         self.num_calls = self.nbytes = 0
-        # Start and duration of waits and data exchanges, some of them inside of a
-        # next().
+        # Start and duration of waits and data exchanges, some inside of a next().
         self._inner: list[tuple[int, int]] = []
         self._thread = threading.get_ident()
 
@@ -40,8 +39,7 @@ class Totals:
             return
         took = end - start
         if category == "wait":
-            # Pending calls have no sequence number. A wait for a pending call is mostly
-            # a wait for data.
+            # A pending call has no sequence number; its wait is mostly a wait for data.
             if "sequence" in args:
                 self.late_ns += took
                 self.num_calls += 1
