@@ -30,10 +30,9 @@ __all__ = [
 
 
 def require_sums_each_step(strategy: Strategy, what: str) -> None:
-    """Raise an error if a strategy does not sum gradients in each step.
+    """Raise NotImplementedError if a strategy does not sum gradients in each step.
 
-    Adapters to frameworks need these sums. Not collective; NotImplementedError on every
-    rank.
+    Not collective; every rank raises the error, which names the feature ``what``.
     """
     if not strategy.sums_each_step:
         raise NotImplementedError(
@@ -44,9 +43,9 @@ def require_sums_each_step(strategy: Strategy, what: str) -> None:
 
 
 def refuse_logical_replicas(strategy: Strategy, what: str, advice: str) -> None:
-    """Raise an error if a strategy has logical replicas, which ``what`` cannot use.
+    """Raise NotImplementedError if a strategy has logical replicas.
 
-    Not collective; NotImplementedError on every rank.
+    Not collective; every rank raises the error, which names the feature ``what``.
     """
     if strategy.logical:
         raise NotImplementedError(
@@ -58,8 +57,8 @@ def refuse_logical_replicas(strategy: Strategy, what: str, advice: str) -> None:
 def require(name: str, least: str, distribution: str | None = None) -> None:
     """Raise ImportError if a library is missing or too old; do not import the library.
 
-    From this call on, messages that name a line of the program skip lines inside of the
-    required library, and name the line that called it.
+    After this call, messages that name a line of the program skip lines inside of the
+    required library, and name the program's line that called the library.
     """
     distribution = distribution or name
     spec = find_spec(name)
@@ -73,8 +72,7 @@ def require(name: str, least: str, distribution: str | None = None) -> None:
     try:
         found = metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        # A build that is imported from its own folder has no installed version to
-        # check.
+        # A library that is imported from its build folder has no version to check.
         return
     if _numbers(found) < _numbers(least):
         raise ImportError(
@@ -84,7 +82,7 @@ def require(name: str, least: str, distribution: str | None = None) -> None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version, such as ``(2, 4, 0)`` for ``2.4.0rc1+cpu``."""
+    """Return a version's numbers, such as ``(2, 4, 0)`` for ``2.4.0rc1+cpu``."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 
@@ -92,7 +90,10 @@ def _numbers(version: str) -> tuple[int, ...]:
 def variable_over(
     value: Array, strategy: Strategy, name: str, *, trainable: bool
 ) -> Variable:
-    """Make a variable in ``value``'s memory, equal on all replicas; not collective."""
+    """Return a variable that uses ``value``'s memory; not collective.
+
+    The values must already be equal on all replicas.
+    """
     token = push(strategy.cross_entry)
     try:
         return Variable(Adopted(value, is_equal=True), trainable, name=name)
@@ -101,7 +102,7 @@ def variable_over(
 
 
 def meeting_place(strategy: Strategy) -> tuple[str, int]:
-    """Return the address of rank 0's host, and a free port on that host.
+    """Return the address of rank 0's host, and a free port on it, for a server there.
 
     Collective over the strategy's replicas.
     """
@@ -117,7 +118,7 @@ def meeting_place(strategy: Strategy) -> tuple[str, int]:
 
 
 def run_program(kind: str, program: str, words: Sequence[str]) -> None:
-    """Run a program like ``python PROGRAM``, or like ``python -m`` for a module."""
+    """Run a file as ``python FILE`` does, or a module as ``python -m`` does."""
     sys.argv = [program, *words]
     if kind == "module":
         runpy.run_module(program, run_name="__main__", alter_sys=True)

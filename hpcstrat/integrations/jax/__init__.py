@@ -19,7 +19,7 @@ from hpcstrat.integrations.jax.transformation import (
     cross_replica,
 )
 
-# A strategy with logical replicas, which needs this call, may exist already.
+# A strategy with logical replicas may exist already, and needs this call.
 let_xla_wait()
 
 __all__ = [

@@ -25,8 +25,8 @@ def all_reduce(tree: Tree, op: ReduceOp | str, strategy: Any) -> Tree:
 
     Collective over the strategy's replicas, each time that the call runs; a call in a
     jitted function runs when that function runs. All calls are made in the order of the
-    program. The strategy's own calls wait for all earlier calls in jitted functions
-    that still run.
+    program. A call of the strategy itself, such as ``strategy.reduce``, first waits for
+    all exchanges in jitted functions that the program has started.
 
     Parameters
     ----------
@@ -142,8 +142,7 @@ def global_mean(tree: Tree, count: Any, strategy: Any) -> Tree:
     def divided(leaf: Any) -> Any:
         if jnp.issubdtype(leaf.dtype, jnp.integer):
             leaf = leaf.astype(jnp.result_type(float))
-        # Divide in at least float32, because a half type may not be able to hold the
-        # count.
+        # Divide in at least float32: a large count overflows float16.
         wide = jnp.result_type(leaf.dtype, jnp.float32)
         return (leaf.astype(wide) / total.astype(wide)).astype(leaf.dtype)
 

@@ -17,7 +17,7 @@ __all__ = ["HeldState", "state"]
 
 
 def state(tree: Tree, strategy: Any) -> HeldState:
-    """Return an object that holds a tree of arrays, which a CheckpointManager saves.
+    """Return a holder of a tree of arrays, which a CheckpointManager can save.
 
     Collective over the strategy's replicas. JAX's arrays cannot be overwritten in
     place. So assign the newest tree to the holder before a save, and read the restored
@@ -27,7 +27,7 @@ def state(tree: Tree, strategy: Any) -> HeldState:
     ----------
     tree : tree of jax.Array
         A tree such as parameters, optax's state and keys of ``jax.random``, with equal
-        names, shapes and dtypes on all replicas. It gets replica 0's values.
+        names, shapes and dtypes on all replicas. All replicas get replica 0's values.
     strategy : Strategy
         The strategy whose replicas hold the state.
 
@@ -64,8 +64,8 @@ def state(tree: Tree, strategy: Any) -> HeldState:
 class HeldState:
     """A tree of JAX's arrays that a CheckpointManager saves and restores; see `state`.
 
-    Variables in host memory hold a second copy of the values; their names, shapes and
-    dtypes are compared between replicas.
+    Variables in host memory have a second copy of the values. When they are made, the
+    replicas compare their names, shapes and dtypes.
     """
 
     def __init__(self, tree: Tree, strategy: Any) -> None:
@@ -85,8 +85,8 @@ class HeldState:
                 for name, value in zip(names, values, strict=True)
             }
         self._leaves = leaves
-        # True if a manager may have overwritten the variables, so that `tree` must
-        # compare the leaves with them.
+        # True if a manager may have overwritten the variables: `tree` must then compare
+        # them with the leaves.
         self._lent = True
 
     @property
@@ -157,12 +157,12 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _plain(leaf: Any) -> Any:
-    """Return an array itself, or, if it has random keys, the integers of the keys."""
+    """Return an array unchanged, or the integers of an array of random keys."""
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
 def _like(leaf: Any, value: Array) -> Any:
-    """Return ``value`` as an array like ``leaf``: on its device, or as random keys."""
+    """Return a value as an array like ``leaf``: on its device, or as random keys."""
     if _is_key(leaf):
         return jax.random.wrap_key_data(
             jnp.array(value), impl=jax.random.key_impl(leaf)

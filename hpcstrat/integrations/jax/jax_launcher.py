@@ -29,8 +29,7 @@ def initialize() -> None:
     do nothing, or raise ValueError if their arguments differ.
     """
     if getattr(jax.config, _COLLECTIVES, None) in (None, "none"):
-        # Without this option older versions of JAX cannot sum between CPUs of several
-        # processes.
+        # Older versions of JAX need this option to sum between CPUs of processes.
         jax.config.update(_COLLECTIVES, "gloo")
     strategy = MultiWorkerMirroredStrategy()
     topology = strategy.topology
@@ -55,7 +54,7 @@ def _own_gpu(local_rank: int, environment: Any) -> list[int] | None:
 
 
 def _again(own: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-    """Raise ValueError if arguments of a later call differ from `initialize`'s."""
+    """Stand in for ``jax.distributed.initialize``; ValueError if arguments differ."""
     names = ("coordinator_address", "num_processes", "process_id", "local_device_ids")
     asked = {**dict(zip(names, args, strict=False)), **kwargs}
     for name, value in own.items():

@@ -19,7 +19,7 @@ _replica = None if _make is None else _make(0)
 
 
 class _TurnListener:
-    """A `Listener` that selects a replica's compiled functions, and waits at pauses."""
+    """A `Listener` that gives each replica its own compiled functions."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self._wait = wait
@@ -38,7 +38,7 @@ class _TurnListener:
             _replica(index).__enter__()
 
     def pause(self, index: int) -> None:
-        """Wait for this replica's exchanges in compiled functions that still run."""
+        """Wait for this replica's exchanges in compiled functions before a pause."""
         self._wait()
 
     def resume(self, index: int) -> None:
@@ -55,9 +55,9 @@ _known: weakref.WeakKeyDictionary[Strategy, _TurnListener] = weakref.WeakKeyDict
 def let_replicas_meet(strategy: Strategy, wait: Callable[[], None]) -> str:
     """Allow exchanges between a rank's replicas inside of compiled functions.
 
-    Called when the first such function is compiled, before another replica runs. The
-    function ``wait`` waits for pending exchanges. Returns the reason if exchanges are
-    not possible, or an empty text.
+    Called when the first such function is compiled, before another replica runs.
+    ``wait`` is a function that waits for pending exchanges. Returns an error text if
+    exchanges are not possible, or else an empty text.
     """
     count = len(strategy.local_replicas)
     if problem := xla_problem(count):

@@ -1,9 +1,9 @@
 """The JAX primitive that exchanges arrays between replicas, and its rules for jit.
 
-Outside of jit the primitive reads arrays in place; inside of jit, XLA calls a handler
-of hpcstrat. XLA may run independent operations in any order, and at the same time, but
-all replicas must make their calls in the same order. Therefore all exchanges have the
-same ordered effect.
+Outside of jit the primitive reads arrays on the host in place; inside of jit, XLA calls
+a handler of hpcstrat. XLA may run independent operations in any order, and at the same
+time, but all replicas must make their calls in the same order. So all exchanges declare
+the same ordered effect, and XLA runs them in program order.
 
 On GPUs a call outside of jit is also compiled, as a small jitted function, so that XLA
 provides memory and a stream, see `hpcstrat.integrations.jax.xla_handler`. Passing
@@ -105,10 +105,7 @@ class TreeOperation:
         return tuple(lengths)
 
     def results(self, leaves: list[Array], outs: list[Array] | None) -> list[Array]:
-        """Make the call; write results into ``outs``, if given, and return them.
-
-        Collective over the strategy's replicas.
-        """
+        """Make the call, and return the results, in ``outs`` if given; collective."""
         require_replica_context(self.strategy, self.what)
         collectives = self.strategy.collectives
         tree = self._named(leaves)
@@ -152,7 +149,7 @@ class TreeOperation:
         meetings.meet_later(*call, argument, then)
 
     def _call(self, leaves: list[Array]) -> str:
-        # The ranks compare this text, because a compiled program has fixed shapes.
+        # Ranks compare this text: compiled programs need equal shapes on all ranks.
         return f"{self.what} of {', '.join(str(leaf.shape) for leaf in leaves)}"
 
     @property
@@ -165,7 +162,7 @@ class TreeOperation:
         return self.kind in ("sum", "mean")
 
     def _taken(self, found: Any, outs: list[Array] | None, replica: int) -> list[Array]:
-        """Return one replica's results, given the results of the collective call."""
+        """Return a replica's results, taken from the collective call's result."""
         results = [found] if not self._is_named else [found[n] for n in self.names]
         if self.kind == "part":
             results = [self._own_part(total, replica) for total in results]
@@ -177,7 +174,7 @@ class TreeOperation:
         return results if outs is None else outs
 
     def _own_part(self, total: Array, replica: int) -> Array:
-        """Return one replica's part of an array that is divided along axis `place`."""
+        """Return a replica's part of an array that is divided along axis ``place``."""
         length = total.shape[self.place] // self.strategy.num_replicas_in_sync
         start = replica * length
         at = (slice(None),) * self.place + (slice(start, start + length),)
@@ -225,7 +222,7 @@ class TreeOperation:
 
 
 def require_replica_context(strategy: Any, what: str) -> None:
-    """Raise RuntimeError for logical replicas outside of the function of ``run``."""
+    """Raise RuntimeError if a strategy has logical replicas, and none is running."""
     if strategy.logical and own_index() is None:
         raise _outside_of_run(what)
 
@@ -252,14 +249,14 @@ def refuse(strategy: Any, what: str, error: Exception) -> None:
 
 
 def _await_others() -> None:
-    """Wait for pending exchanges in XLA's threads, to keep calls in program order."""
+    """Wait for exchanges in XLA's threads, so that calls stay in program order."""
     if _here.is_inside:
         return
     try:
         jax.effects_barrier()
     except Exception:
-        # The program gets the error from the results of the failed exchange. Remove the
-        # exchange's token, so that the next exchange does not wait for it.
+        # JAX raises this error again when the program reads the exchange's results.
+        # Remove the exchange's token, so that the next exchange does not fail with it.
         from jax._src import dispatch
 
         dispatch.runtime_tokens.clear()
@@ -316,7 +313,7 @@ def _inside(
         refuse(exchange.strategy, exchange.what, NotImplementedError(problem))
     if (channel := exchange.strategy.collectives.channel) is not None:
         channel.elsewhere = _await_others
-    # Let results use the memory of arguments, so that XLA does not copy all arguments.
+    # Let results use the memory of arguments, so that XLA need not copy the arguments.
     count = 0 if exchange.kind in ("gather", "part") else len(operands)
     rule = jax.ffi.ffi_lowering(
         target,
@@ -337,7 +334,7 @@ def _inside(
 def _gpu_problem(exchange: TreeOperation) -> str:
     """Return the reason why an exchange cannot run on a GPU, or an empty text."""
     if exchange.strategy.logical:
-        # XLA would wait for the other replicas in the thread that must run them.
+        # XLA would block the thread that must run the other replicas: a deadlock.
         return (
             f"expected a rank for each replica, for {exchange.what} inside of jit on a "
             f"GPU, found logical replicas; call {exchange.what} between jitted "
@@ -362,7 +359,7 @@ def _elsewhere(context: Any, *operands: Any, exchange: TreeOperation) -> Any:
 
 
 def _forward(primals: Any, tangents: Any, *, exchange: TreeOperation) -> Any:
-    # Zero tangents are exchanged, too, so that all replicas make the same call.
+    # Exchange zero tangents, too: replicas with other tangents wait for this call.
     tangents = [ad.instantiate_zeros(tangent) for tangent in tangents]
     # Integers have no tangents.
     chosen = [i for i, t in enumerate(tangents) if t.dtype != jax.dtypes.float0]
@@ -397,7 +394,7 @@ def _refuse_vmap(leaves: Any, dims: Any, *, exchange: TreeOperation) -> Any:
 
 @functools.cache
 def _give_rules() -> None:
-    """Register the primitive's rules; at first use, as docs are built without JAX."""
+    """Register the primitive's rules, at first use: docs are built without JAX."""
     ad.primitive_jvps[_exchange] = _forward
     ad.primitive_transposes[_exchange] = _backward
     batching.primitive_batchers[_exchange] = _refuse_vmap

@@ -11,13 +11,13 @@ still have to compute the arguments, and the results may be written by work that
 added to the stream from now on. During the call, XLA's stream is the current stream of
 CuPy. So hpcstrat's lane waits for XLA's stream before the exchange, and XLA's stream
 waits for the lane afterwards, by events. XLA owns all memory, and reuses it in the
-order of the same stream. Therefore the handler deletes its arrays over this memory when
-it returns, even if the device has not read the memory yet.
+order of the same stream. So the handler may delete its arrays over this memory when it
+returns, even if the device has not read the memory yet.
 
-XLA captures a handler in a CUDA graph only if the handler declares that it supports
-this. If a handler on a GPU completed after its return, XLA would wait in the calling
-thread (`Invoke` in ``xla/ffi/invoke.cc``). So only handlers on CPUs complete after
-their return.
+XLA records only those handlers into a CUDA graph that declare support for it; these
+handlers do not. If a handler on a GPU completed after its return, XLA would block the
+calling thread (`Invoke` in ``xla/ffi/invoke.cc``). So only handlers on CPUs complete
+after their return.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ GPU_TARGET = "hpcstrat_exchange_on_gpu"
 _MAJOR = 0
 _METADATA, _EXECUTE, _INTERNAL = 1, 3, 13
 _TOKEN = 17
-# Types by number in XLA_FFI_DataType: these from 1 on, and three more in `_NAMES`.
+# Names of types by their numbers in XLA_FFI_DataType: `_FIRST` are numbers 1 to 12.
 _FIRST = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64"
 )
 _NAMES = dict(enumerate(_FIRST.split(), 1))
 _NAMES |= {15: "complex64", 16: "bfloat16", 18: "complex128"}
-# jax.numpy's dtypes are NumPy's dtypes and ml_dtypes' dtypes.
+# Importing JAX adds ml_dtypes' types, such as bfloat16, to NumPy's dtypes.
 DTYPES = {number: jax.numpy.dtype(name) for number, name in _NAMES.items()}
 
 
@@ -217,8 +217,8 @@ def _answer(frame: Any) -> bool:
         return False
     found = ctypes.cast(frame.extension, POINTER(_MetadataExtension)).contents
     own = found.metadata.contents.version
-    # XLA refuses another major version. Minor versions add fields, which `_misfit`
-    # checks by sizes.
+    # XLA refuses a handler of another major version. Newer minor versions add fields:
+    # `_misfit` checks the sizes.
     own.major, own.minor = _found_version() or (-1, 0)
     return True
 
@@ -250,7 +250,7 @@ def _carry_out(pointer: Any, array: Any, stream_of: Any = None) -> int | None:
             None if stream_of is None else stream_of(frame),
         )
     except BaseException as error:
-        # An exception must not leave a function that C calls.
+        # XLA calls this function from C, so it must return errors, and not raise them.
         return _error(frame.api.contents, error)
     return None
 

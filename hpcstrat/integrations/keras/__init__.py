@@ -1,4 +1,4 @@
-"""Keras' models on replicas: compile, fit, evaluate and predict, on its backends."""
+"""Keras models on replicas: fit, evaluate and predict, on PyTorch, JAX, TensorFlow."""
 
 from hpcstrat.integrations.frameworks import require
 

@@ -53,7 +53,10 @@ def _agree(model: Any, strategy: Strategy) -> None:
 
 
 class SynchronizedCallback(keras.callbacks.Callback):
-    """Makes replicas start equal and stop together; runs after the user's callbacks."""
+    """Makes replicas start with equal state, and stop after the same epoch.
+
+    This callback runs after the user's callbacks.
+    """
 
     def __init__(self, state: TrainingState, strategy: Strategy, data: Any) -> None:
         super().__init__()
@@ -62,17 +65,17 @@ class SynchronizedCallback(keras.callbacks.Callback):
         self._data = data
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Set all replicas' state to replica 0's: only replica 0 reads a backup."""
+        """Set all replicas' state to replica 0's, which may be from a backup file."""
         model = self.model
         steps, epochs = self.params.get("steps"), self.params.get("epochs")
         self._state.begin(f"fit of {epochs} epochs of {steps} steps")
-        # The other replicas read no backup, so they would start at the first epoch.
+        # Without this, other replicas, which read no backup, would start at epoch 0.
         model._initial_epoch = self._strategy.collectives.broadcast_object(
             model._initial_epoch, 0, "first epoch"
         )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Set the epoch of the data, which determines the order of the rows."""
+        """Tell `Batches` the epoch, which determines the order of its rows."""
         if isinstance(self._data, Batches):
             self._data.epoch = epoch
 

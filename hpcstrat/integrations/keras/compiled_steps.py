@@ -16,7 +16,7 @@ __all__ = ["CompiledSteps", "Outcome", "compiled_steps"]
 
 
 class Outcome(NamedTuple):
-    """Results of one replica's part of a step; ``own`` are values of its variables."""
+    """Results of one replica's part of a step; for ``own`` see `CompiledSteps`."""
 
     own: list[Any]
     gradients: list[Any] | None
@@ -25,7 +25,7 @@ class Outcome(NamedTuple):
 
 
 def compiled_steps(distributed: Any) -> CompiledSteps:
-    """Return the object that makes a model's steps with Keras' current backend."""
+    """Return the `CompiledSteps` of a model, for Keras' current backend."""
     kinds = {"torch": _OfTorch, "jax": _OfJax, "tensorflow": _OfTensorFlow}
     kind: Any = kinds[keras.config.backend()]
     return kind(distributed)
@@ -45,9 +45,9 @@ def _next(batches: Iterator[Any], count: int) -> list[Any]:
 class CompiledSteps:
     """The parts of a step that depend on the backend; this base class compiles nothing.
 
-    ``common`` is the state that JAX passes from step to step. ``common`` is None with
-    other backends, which keep the state in variables. ``own`` are one replica's values
-    of the variables that differ between replicas.
+    ``common`` is the state that JAX passes from step to step; it is None with other
+    backends, which keep the state in variables. ``own`` are one replica's values of the
+    variables that differ between replicas.
     """
 
     def __init__(self, distributed: Any) -> None:
@@ -75,7 +75,7 @@ class CompiledSteps:
         return [keras.ops.copy(variable.value) for variable in variables]
 
     def with_own(self, variables: list[Any], own: list[Any], common: Any) -> Any:
-        """Set variables to given values; return the common state with these values."""
+        """Set variables to a replica's ``own`` values; return the new ``common``."""
         for variable, value in zip(variables, own, strict=True):
             variable.assign(value)
         return common
@@ -104,7 +104,7 @@ class CompiledSteps:
             return *self._distributed.told(), logs, common
 
     def apply(self, gradients: list[Any], common: Any) -> Any:
-        """Let the optimizer apply the gradients; return the new common state."""
+        """Let the optimizer apply the gradients; return the new ``common``."""
         self._model.optimizer.apply(gradients, self._model.trainable_variables)
         return common
 
@@ -166,8 +166,7 @@ class _OfTensorFlow(CompiledSteps):
         pairs = zip(there, tensors, strict=True)
         key = kind, *((i, t.dtype, *t.shape[1:]) for i, t in pairs)
         if key not in self._compiled:
-            # The signature leaves the number of rows open, so that one graph serves
-            # batches of all sizes.
+            # The number of rows is open, so that one graph serves batches of all sizes.
             signature = [
                 tf.TensorSpec([None, *t.shape[1:]] if len(t.shape) else [], t.dtype)
                 for t in tensors
@@ -198,7 +197,7 @@ class _OfTensorFlow(CompiledSteps):
 
 
 class _OfJax(CompiledSteps):
-    """JAX's steps; common state: trained weights, other weights, optimizer, metrics."""
+    """Steps with JAX; ``common`` has trained and other weights, optimizer, metrics."""
 
     def __init__(self, distributed: Any) -> None:
         import jax
@@ -219,7 +218,7 @@ class _OfJax(CompiledSteps):
         return function
 
     def _places(self, variables: list[Any]) -> list[tuple[int, int]]:
-        """Return pairs of indices: a part of the state, and a variable in that part."""
+        """Return variables' places in ``common``: a part and an index in that part."""
         model = self._model
         found = {id(v): (1, i) for i, v in enumerate(model.non_trainable_variables)}
         found |= {id(v): (-1, i) for i, v in enumerate(model.metrics_variables)}

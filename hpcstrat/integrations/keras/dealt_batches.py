@@ -1,4 +1,4 @@
-"""Data that one rank of each worker reads and distributes: streams and iterables."""
+"""Streams and iterables, which one rank of each worker reads for all its replicas."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = ["DealtBatches", "dealt", "ends_with_its_data"]
 class DealtBatches(DataAdapter):
     """A data adapter for Keras that yields this replica's rows of global batches.
 
-    Reading a batch is collective over the strategy's replicas. ``num_batches`` is None
-    if the number is unknown.
+    Reading a batch is collective over the strategy's replicas. ``num_batches`` is the
+    number of batches of an epoch, or None if it is unknown.
     """
 
     num_batches: int | None = None
@@ -38,12 +38,11 @@ class DealtBatches(DataAdapter):
         self._strategy = strategy
         self.num_batches = num_batches
         self._class_weight: Any = None
-        # The first batch, and the iterator over the later batches; None unless only the
-        # first batch has been read.
+        # The first batch, and the iterator over later batches, until `elements` runs.
         self._begun: tuple[Any, Iterator[Any]] | None = None
 
     def weigh(self, class_weight: Any) -> None:
-        """Set weights by class, which Keras expects the data adapter to apply."""
+        """Set the ``class_weight`` of ``fit``, which a data adapter must apply."""
         self._class_weight = class_weight
 
     @property
@@ -99,7 +98,7 @@ class DealtBatches(DataAdapter):
 
 
 def dealt(x: Any, strategy: Strategy) -> Any:
-    """Return data of global batches in a form that gives each replica its own rows.
+    """Return global batches as data from which Keras reads this replica's rows.
 
     Collective over the strategy's replicas. Arrays, and data with random access, are
     returned unchanged.
@@ -167,7 +166,7 @@ def _length(batches: Any) -> int | None:
 
 @contextmanager
 def ends_with_its_data() -> Iterator[None]:
-    """Suppress Keras' warning at the end of data whose length is unknown."""
+    """Suppress Keras' warning that data of unknown length have ended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Your input ran out of data")
         yield

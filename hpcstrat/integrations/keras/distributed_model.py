@@ -1,11 +1,12 @@
-"""Models whose own fit, evaluate and predict work on all replicas together.
+"""Makes a model's own fit, evaluate and predict work on all replicas together.
 
 Functions of this module replace methods of one model object and of its optimizers, but
 not of their classes, so that the model is saved as usual. A step's gradients are
-combined when the optimizer receives them, before the optimizer changes anything. Each
-replica's loss is a mean over its rows. The loss is first multiplied by the replica's
-number of rows, divided by the mean number of rows per replica, so that the mean of the
-gradients over replicas equals the gradient of one process.
+combined when the optimizer receives them, before the optimizer changes anything.
+
+Keras' loss is a mean over this replica's rows. So that the mean of gradients over all
+replicas equals the gradient of one process, the loss is first multiplied by this
+replica's number of rows, and divided by the mean number of rows per replica.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _DATA = ("x", "y", "sample_weight")
 
 
 class DistributedMethods:
-    """The functions that replace methods of a model, and the state that they share."""
+    """The functions that replace a model's methods, and the state that they share."""
 
     state_class = TrainingState
 
@@ -66,8 +67,7 @@ class DistributedMethods:
     ) -> None:
         self.model = model
         self.strategy = strategy
-        # For a model made in a strategy's scope all data are global batches, as in
-        # tf.distribute.
+        # True for a model of a scope: all data are global batches, as in tf.distribute.
         self._by_scope = by_scope
         self.state = self.state_class(model, strategy)
         self._optimizers = list(optimizers_of(model).values())
@@ -86,8 +86,7 @@ class DistributedMethods:
             put(optimizer, "scale_loss", self._scale_loss)
             put(optimizer, "apply", self._apply)
             if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-                # LossScaleOptimizer.stateless_apply checks for infinities, and does not
-                # call apply.
+                # Its `stateless_apply` checks for infinities and does not call `apply`.
                 put(optimizer, "stateless_apply", self._stateless_apply)
         for name in ("fit", "evaluate", "predict"):
             put(model, name, self._entered(getattr(self, f"_{name}")))
@@ -121,7 +120,7 @@ class DistributedMethods:
     @contextmanager
     def _step(self, data: Any) -> Iterator[None]:
         rows = keras.ops.shape(keras.tree.flatten(data)[0])[0]
-        # TensorFlow may know the number of rows only when the compiled step runs.
+        # In a step that TensorFlow compiles, the number of rows may be a tensor.
         self._rows = rows if type(rows) is int else keras.ops.cast(rows, "float64")
         self._is_scaled = False
         try:
@@ -154,7 +153,7 @@ class DistributedMethods:
         return self._share
 
     def _factor(self, divisor: Any) -> Any:
-        """Return the factor that makes a loss a mean over rows; see `correct`."""
+        """Return the factor for a loss with this divisor; see `correct`."""
         if self._rows is None:
             return None
         total, own, whole = self._exchanges.total, 1, 1
@@ -194,10 +193,10 @@ class DistributedMethods:
     # Methods that contain whole steps, such as fit.
 
     def _entered(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a replacement for a model's method, which all replicas leave together.
+        """Return a replacement for a model's method; if one replica fails, all fail.
 
-        The replacement calls ``method`` with the original method and all arguments by
-        name.
+        The replacement calls ``method`` with the original method, and with a dict of
+        all arguments by name.
         """
 
         def call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -248,8 +247,7 @@ class DistributedMethods:
         callbacks.append(SynchronizedCallback(self.state, strategy, given["x"]))
         if any(watches for watches, _ in told):
             callbacks.append(StopTogether(strategy))
-        # Batches already have an order; Keras would draw a different order on each
-        # replica.
+        # `Batches` are already shuffled; Keras would draw another order per replica.
         with ends_with_its_data():
             return inner(**self._quiet(given), callbacks=callbacks, shuffle=False)
 
@@ -294,7 +292,7 @@ class DistributedMethods:
         given |= own_rows(columns, self.strategy)
         whole = given.pop("return_dict", False)
         if keras_version() < (3, 15):
-            # The metrics still contain the sums over all replicas of the last call.
+            # Metrics still contain the last call's values, summed over all replicas.
             self.model.reset_metrics()
         logs = inner(**given, return_dict=True)
         found = self.model._get_metrics_result_or_logs(logs)
@@ -319,8 +317,7 @@ class DistributedMethods:
         elif isinstance(data["x"], DealtBatches):
             require_one_step(self.model)
             data["x"].weigh(given.pop("class_weight", None))
-            # Build the model now: Keras would build it with the first batches, and then
-            # not train on them.
+            # Keras would build the model with the first batches, and not train on them.
             self.model._symbolic_build(data_batch=data["x"].first)
         elif columns_of(data) is not None:
             for name in data:
@@ -330,7 +327,7 @@ class DistributedMethods:
             given["x"] = batches.with_steps(given.pop(steps, None))
 
     def _whole(self, x: Any) -> Any:
-        """Return the result of `dealt` for global batches, or else the data."""
+        """Return `dealt` data if they are global batches, or else the data as given."""
         if isinstance(x, ReducibleDataset) or self._by_scope:
             return dealt(x, self.strategy)
         return x

@@ -36,10 +36,10 @@ def distribute(model: Any, strategy: Strategy) -> Any:
     ``predict_on_batch``, and ``apply`` of its optimizers, are collective, too.
 
     The model is saved as if it were not distributed. Weights and the state of layers
-    and optimizer become equal to replica 0's, here and in each ``fit``. Arguments that
-    are arrays contain one or many global batches, and are the same on every replica;
-    other data are this replica's share. Weights, logs and predictions of all rows are
-    the same on every replica, and the same as in one process up to rounding.
+    and optimizer become equal to replica 0's, here and in each ``fit``. Arrays,
+    `Batches` and data sets of hpcstrat contain global batches, the same on every
+    replica; other iterables contain this replica's share of each batch. Weights, logs
+    and predictions are the same on every replica, and as in one process up to rounding.
 
     Parameters
     ----------
@@ -87,11 +87,11 @@ def distribute(model: Any, strategy: Strategy) -> Any:
 
 
 def distribute_with(model: Any, strategy: Strategy, data: dict[str, Any]) -> None:
-    """Distribute a model of a scope when it is first used, and build it if needed.
+    """Distribute a model of a strategy's scope, and first build it if needed.
 
-    Collective over the strategy's replicas. ``data`` are the arguments of the method
-    that uses the model, by name. ``data["x"]`` is replaced if its first batch had to be
-    read to build the model.
+    Collective over the strategy's replicas. ``data`` are the arguments, by name, of the
+    model's method that the program calls. If building the model reads a batch of
+    ``data["x"]``, this function replaces ``data["x"]``, so that no batch is lost.
     """
     require_sums_each_step(strategy, _WHAT)
     if not all(layer.built for layer in model._flatten_layers()):
@@ -107,8 +107,8 @@ def distribute_with(model: Any, strategy: Strategy, data: dict[str, Any]) -> Non
 def owner_of(model: Any) -> Strategy:
     """Return the strategy to which a model belongs, or the current strategy.
 
-    For a model of a scope that is not distributed yet the call is collective over the
-    strategy's replicas, because it distributes the model.
+    If the model was made or compiled in a scope and is not distributed yet, this call
+    distributes it, and is collective over the strategy's replicas.
     """
     owner, known = strategy_of(model), strategies.get(model)
     if known is not None or owner is None:
@@ -130,8 +130,8 @@ def _put_on(model: Any, strategy: Strategy, *, by_scope: bool) -> Any:
     """
     require_distributable(model, is_compiled=not by_scope)
     optimizer = optimizer_of(model)
-    # Build the optimizer now, because `begin` broadcasts its state; Keras would build
-    # it only in the first step.
+    # `begin` broadcasts the optimizer's state, so build the optimizer now; Keras would
+    # build it only in the first step.
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
     kind = LogicalDistributed if strategy.logical else DistributedMethods
@@ -144,7 +144,7 @@ def _put_on(model: Any, strategy: Strategy, *, by_scope: bool) -> Any:
 
 
 def _first(data: dict[str, Any], strategy: Strategy) -> Any:
-    """Return the first batch, or some rows, of a method's data, to build a model."""
+    """Return some rows of a method's data, with which the model can be built."""
     x = data["x"]
     if isinstance(x, DealtBatches):
         return x.first

@@ -1,8 +1,8 @@
 """Conversion between a checkpoint's values and Keras' files of models or weights.
 
-Names of weights in a checkpoint begin with the weight's index in the model, because the
-numbers in Keras' names of layers depend on all layers that a process has made. So a
-conversion needs the model's layers.
+A checkpoint names a weight by its index in the model, because the numbers in Keras'
+names of layers depend on all layers that a process has made. So a conversion needs the
+model's layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WEIGHTS = ".weights.h5"
 
 
 def _loaded(model: str | None) -> Any:
-    """Return a model with the layers that a file describes."""
+    """Return the model that a ``.keras`` or ``.json`` file describes."""
     if model is None:
         raise ValueError(
             "expected the layers of the model, found none; give --model with a .keras "

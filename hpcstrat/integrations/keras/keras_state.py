@@ -34,7 +34,7 @@ class _VariableCopies:
         self._held: dict[str, Variable] = {}
 
     def checkpoint_variables(self) -> dict[str, Variable]:
-        """Return variables with Keras' current values; see `SupportsCheckpoint`."""
+        """Return copies that have the current values of Keras' variables."""
         found = self._find()
         for name, variable in found.items():
             value = value_of(variable)
@@ -44,8 +44,7 @@ class _VariableCopies:
                     value, self.distribute_strategy, name, trainable=variable.trainable
                 )
             else:
-                # Copy in place, because the manager refers to this variable after the
-                # first save.
+                # Copy in place: the manager keeps this variable from its first save on.
                 np.copyto(self._held[name].component, value)
         return {name: self._held[name] for name in found}
 
@@ -69,7 +68,7 @@ class _VariableCopies:
 
 
 def weights_of(model: Any) -> dict[str, Any]:
-    """Return the weights and seeds of a model by their names in checkpoints."""
+    """Return a model's variables of weights and seeds, by their checkpoint names."""
     seeds = [generator.state for generator in seed_generators(model)]
     # Keras numbers layers in the order of their creation, which may differ between
     # processes, so names begin with an index.
@@ -79,8 +78,8 @@ def weights_of(model: Any) -> dict[str, Any]:
 def state(model: Any) -> dict[str, Any]:
     """Return the state of a model, for a CheckpointManager to save.
 
-    Not collective, except for a compiled model of a strategy's scope that has not been
-    trained yet: such a model is distributed by this call.
+    Not collective, except for a model that was made or compiled in a strategy's scope
+    and has not been used yet: this call distributes the model.
 
     The state contains weights, states of layers, seeds, and all of the optimizers'
     state: momentum, numbers of steps, learning rates. The state can be restored on
@@ -89,8 +88,8 @@ def state(model: Any) -> dict[str, Any]:
     Parameters
     ----------
     model : keras.Model
-        A model from `distribute`, or of a strategy's scope; any other model belongs to
-        the current strategy.
+        A model from `distribute`, or of a strategy's scope. For any other model the
+        current strategy is used.
 
     Returns
     -------
@@ -134,7 +133,7 @@ def state(model: Any) -> dict[str, Any]:
 class Checkpoint(keras.callbacks.Callback):
     """A callback of ``fit`` that restores the newest checkpoint, and saves each epoch.
 
-    Logically collective: all of the strategy's replicas must pass one to ``fit``.
+    Logically collective: each of the strategy's replicas must pass its own to ``fit``.
 
     Parameters
     ----------
@@ -181,7 +180,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restore the newest checkpoint, if there is one; collective."""
-        # Start at this epoch; Keras' BackupAndRestore sets the same attribute.
+        # `fit` starts at this epoch; Keras' BackupAndRestore sets the same attribute.
         self.model._initial_epoch = self._manager.restore_or_initialize()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -1,12 +1,12 @@
 """Keras' models on logical replicas: a rank runs several replicas in turn.
 
-A step is divided into two parts at the optimizer. Keras' own ``train_step`` computes
-the gradients of one replica, and is called for each replica of the rank. The gradients
-are then combined, and the optimizer applies them once. Both parts may be compiled.
+A step has two parts. First, Keras' own ``train_step`` computes the gradients of one
+replica, and is called for each replica of the rank. Then the gradients are combined,
+and the optimizer applies them once. Both parts may be compiled.
 
-A replica has its own moving means, metrics and states of random seeds. These values are
-loaded into the model during the replica's part of a step; between steps the model has
-the values of the rank's first replica.
+Each replica has its own moving means, metrics and states of random seeds. These values
+are loaded into the model during the replica's part of a step; between steps the model
+has the values of the rank's first replica.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class LogicalState(TrainingState):
         self._own: list[list[Any]] | None = None
 
     def own_variables(self) -> list[Any]:
-        """Return the variables of which each replica has its own value."""
+        """Return the variables for which each replica has its own value."""
         seeds = [generator.state for generator in seed_generators(self.model)]
         return [*self.moving, *seeds, *self.model.metrics_variables]
 
     def own(self, in_model: Callable[[list[Any]], list[Any]]) -> list[list[Any]]:
-        """Return each replica's own values; ``in_model`` reads values of the model."""
+        """Return each replica's own values; ``in_model`` reads the model's values."""
         variables = self.own_variables()
         if self._own is None or len(self._own[0]) != len(variables):
             self._own = [in_model(variables)] * self._count
@@ -116,8 +116,8 @@ class LogicalDistributed(DistributedMethods):
         self._masks = [seed_mask(replica) for replica in self._block]
         self._steps = compiled_steps(self)
         self._given: _StepInputs | None = None
-        # Results of a replica's part of a step: gradients for the optimizer, and
-        # divisors of the losses.
+        # Results of the latest replica's part of a step: gradients for the optimizer,
+        # and divisors of the losses.
         self._gradients: list[Any] | None = None
         self._divisors: list[Any] = []
         # Number of divisors in a step, by kind of step and structure of a batch.
@@ -142,7 +142,7 @@ class LogicalDistributed(DistributedMethods):
 
     @contextmanager
     def part(self, given: _StepInputs) -> Iterator[None]:
-        """Set the inputs and clear the results of one call of the model's step."""
+        """Set a replica's inputs, and clear old results, for one call of the step."""
         self._given, self._gradients, self._divisors = given, None, []
         try:
             yield
@@ -206,8 +206,7 @@ class LogicalDistributed(DistributedMethods):
 
     @staticmethod
     def _weighed(gradient: Any, weight: Any) -> Any:
-        # TensorFlow returns gradients of embeddings as rows with indices: make them
-        # dense.
+        # TensorFlow's gradients of embeddings are rows with indices: make them dense.
         gradient = keras.ops.convert_to_tensor(gradient, sparse=False)
         if type(weight) is int:
             return gradient if weight else keras.ops.zeros_like(gradient)
@@ -234,8 +233,8 @@ class LogicalDistributed(DistributedMethods):
         backend passes from step to step, see `CompiledSteps`.
         """
         steps = self._steps
-        # Make the metrics' variables now, which metrics may otherwise make at the first
-        # batch, because each replica needs its own values of these variables.
+        # Each replica needs its own values of the metrics' variables, so make these
+        # variables now; metrics may otherwise make them only at the first batch.
         self.model._symbolic_build(data_batch=data)
         variables = self.state.own_variables()
         every = self.state.own(lambda own: steps.own(own, common))
@@ -287,7 +286,7 @@ class LogicalDistributed(DistributedMethods):
         """Return the sums of the losses' divisors over all replicas.
 
         Divisors are sums of weights, or numbers of unmasked values. Losses need these
-        sums in advance, so all parts of the step are first run once just to compute the
+        sums in advance, so a step of each replica is first run only to compute the
         sums; all other results of this run are discarded.
         """
         shape = keras.tree.map_structure(lambda leaf: leaf is None, data)

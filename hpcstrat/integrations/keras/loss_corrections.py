@@ -1,8 +1,8 @@
 """Corrects losses that are not plain means over rows: sums, weighted or masked means.
 
 The mean over replicas weights each replica's loss by its number of rows. A loss that is
-not a plain mean is multiplied by a factor, so that the weighted mean is the global
-batch's loss.
+not a plain mean over rows is multiplied by a factor that makes the weighted mean equal
+to the loss of the global batch.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Factor = Callable[[Any], Any]
 
 
 def correct(compiled: Any, factor: Factor) -> None:
-    """Correct the losses of a compiled model, now or when Keras has created them.
+    """Correct a compiled model's losses, now or when Keras has created them.
 
-    ``factor`` is called with the divisor of this replica's loss, or with None for a
-    sum. Outside of a step ``factor`` returns None.
+    ``factor`` is called with the divisor of this replica's loss, or with None if the
+    loss is a sum. Outside of a step ``factor`` returns None, and changes nothing.
     """
 
     def replace() -> None:

@@ -84,8 +84,7 @@ class Batches(keras.utils.PyDataset):
         # The next epoch; a distributed model's ``fit`` sets it.
         self.epoch = 0
         self._steps: int | None = None
-        # If set, this stage is used instead of the dataset's own stage, to assign rows
-        # to replicas differently.
+        # If set, a stage that replaces the dataset's, with another division of rows.
         self._dealt: Batched | None = None
 
     @classmethod
@@ -118,7 +117,7 @@ class Batches(keras.utils.PyDataset):
     def with_steps(self, steps: int | None) -> Batches:
         """Return a copy with the given number of steps per epoch, starting at epoch 0.
 
-        Not collective. Each epoch continues after the last row of the epoch before.
+        Not collective. Each epoch starts after the last row of the previous epoch.
 
         Parameters
         ----------
@@ -144,7 +143,7 @@ class Batches(keras.utils.PyDataset):
         return self._steps or len(self.dataset)
 
     def __getitem__(self, index: int) -> Tree:
-        """Return this rank's rows of a global batch, possibly none."""
+        """Return this rank's rows of the global batch ``index`` of the epoch."""
         stage, strategy = self._stage, self.distribute_strategy
         epoch, batch = 0, self.epoch * len(self) + index
         if stage.cardinality >= 0:
@@ -184,6 +183,6 @@ def own_rows(columns: Columns, strategy: Strategy) -> Tree:
 
 
 def own_share(num_rows: int, strategy: Strategy) -> tuple[int, int]:
-    """Return the range of rows of this rank's replicas, as first row and end."""
+    """Return the first row of this rank's replicas, and the row after the last."""
     count, block = strategy.num_replicas_in_sync, strategy.local_replicas
     return share(num_rows, count, block[0])[0], share(num_rows, count, block[-1])[1]

@@ -27,8 +27,8 @@ __all__ = [
     "value_of",
 ]
 
-# Strategies by model. The strategy is not an attribute of the model, so that copied or
-# saved models do not include it.
+# Each distributed model's strategy. It is not an attribute of the model, so that copied
+# or saved models do not include it.
 strategies: weakref.WeakKeyDictionary[Any, Strategy] = weakref.WeakKeyDictionary()
 
 
@@ -55,7 +55,7 @@ def optimizers_of(model: Any) -> dict[str, Any]:
 
 
 def put(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Replace an object's method; ``function`` gets the original as first argument.
+    """Replace an object's method; ``function`` gets the original method first.
 
     The original is the method of the object's class, even if another function has
     already replaced it on this object.
@@ -80,7 +80,7 @@ def seed_mask(replica: int) -> Array:
 
 
 def separate_seeds(model: Any, mask: Callable[[], Any]) -> None:
-    """Make each replica draw its own random numbers, from the same state of seeds.
+    """Make replicas draw different random numbers, although their seeds are equal.
 
     ``mask`` returns the mask of the replica that draws a number. Replica 0 draws the
     same numbers as one process would.
@@ -97,7 +97,7 @@ def separate_seeds(model: Any, mask: Callable[[], Any]) -> None:
 class TrainingState:
     """Weights, metrics and moving means of a model; its methods are collective.
 
-    Between two calls of `average` moving means follow only this replica's rows.
+    Between two calls of `average`, this replica's rows alone update its moving means.
     `average` replaces the moving means by their mean over replicas. The result is the
     same as if each step had updated the moving means with the mean over replicas.
     """
@@ -105,7 +105,7 @@ class TrainingState:
     def __init__(self, model: Any, strategy: Strategy) -> None:
         self.model = model
         self.strategy = strategy
-        # Weights of frozen layers are left out, because they do not change.
+        # Not `non_trainable_variables`: this also has weights of frozen layers.
         moving = [
             variable
             for layer in model._flatten_layers()
@@ -153,7 +153,7 @@ class TrainingState:
         return [[value_of(variable) for variable in variables]]
 
     def _changes(self, values: list[Array]) -> list[Array]:
-        """Return the differences of values from `_common`, and which are finite."""
+        """Return the changes of values since `_common`, and whether each is finite."""
         with np.errstate(invalid="ignore"):
             pairs = zip(values, self._common, strict=True)
             changes = [value - common for value, common in pairs]

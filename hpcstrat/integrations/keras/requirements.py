@@ -32,9 +32,9 @@ def require_strategy(strategy: Any) -> None:
 
 
 def require_distributable(model: Any, *, is_compiled: bool = True) -> None:
-    """Raise an error for options that would fail later or change the results.
+    """Raise an error for a model that would fail later, or give wrong results.
 
-    With ``is_compiled=False`` a model that only predicts is accepted, too.
+    With ``is_compiled=False``, accept also a model that is not compiled.
     """
     if not isinstance(model, keras.Model):
         raise ValueError(
@@ -73,10 +73,11 @@ def require_distributable(model: Any, *, is_compiled: bool = True) -> None:
 
 
 def require_one_step(model: Any) -> None:
-    """Reject several steps per execution, because TensorFlow would read ahead.
+    """Raise NotImplementedError for several steps per execution with TensorFlow.
 
-    TensorFlow reads batches in another thread. Both reading a batch and a step make
-    collective calls, and all replicas must make these calls in the same order.
+    With several steps, TensorFlow reads batches ahead, in another thread. Reading a
+    batch and a step both make collective calls, which would then mix in a different
+    order on each replica.
     """
     count = model.steps_per_execution if model.compiled else 1
     if keras.config.backend() == "tensorflow" and count > 1:

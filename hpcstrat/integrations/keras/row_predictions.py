@@ -19,14 +19,14 @@ __all__ = ["Predictions"]
 
 
 class Predictions:
-    """Methods that return predictions for the rows of all replicas; all collective."""
+    """Collective methods that return predictions for the rows of all replicas."""
 
     def __init__(self, model: Any, strategy: Strategy) -> None:
         self._model = model
         self._strategy = strategy
 
     def of_columns(self, columns: Columns, function: Callable[[Any], Any]) -> Any:
-        """Call a function on this rank's rows; return the results of all rows."""
+        """Call a function on this rank's rows; return all ranks' results, in order."""
         count, rows = self._strategy.num_replicas_in_sync, columns.num_rows
         found = [
             _of_share(columns, function, *share(rows, count, replica))
@@ -69,7 +69,7 @@ def _of_share(
 
 
 def _at_least_one(array: Any) -> Any:
-    """Return an array; if it is empty, one row of zeros, because Keras needs one."""
+    """Return an array, or one row of zeros if it is empty: Keras needs a row."""
     return array if len(array) else np.zeros((1, *array.shape[1:]), array.dtype)
 
 

@@ -53,7 +53,7 @@ def _added(strategy: Strategy, number: Any) -> Any:
 
 
 def _weigh(arrays: Iterable[Any], weight: Any) -> None:
-    """Multiply arrays by a number, in place."""
+    """Multiply arrays by a number in place; 0 also sets NaN to 0."""
     for array in arrays if weight != 1 else ():
         # Without rows the gradient is NaN, and NaN * 0 would be NaN, too.
         array[...] = array * array.dtype.type(weight) if weight else 0
@@ -157,8 +157,8 @@ def _of_tensorflow() -> TensorCalls:
         ]
 
     def after(total: Any) -> AbstractContextManager[Any]:
-        # Without this, some replicas would compute before they join the sum, while the
-        # other replicas wait for them in the sum.
+        # Without this, TensorFlow could compute before it joins the sum, while other
+        # replicas wait for this replica in the sum.
         return tf.control_dependencies([total])
 
     return TensorCalls(total, mean, after)

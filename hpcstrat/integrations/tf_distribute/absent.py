@@ -10,7 +10,7 @@ __all__ = ["PreemptionWatcher", "TPUStrategy"]
 
 
 class TPUStrategy(Strategy):
-    """Raise an error that names the strategy to use instead of ``TPUStrategy``.
+    """Stand-in for TensorFlow's ``TPUStrategy``; raises an error with advice.
 
     Not collective.
 
@@ -36,7 +36,7 @@ class TPUStrategy(Strategy):
 
 
 class PreemptionWatcher:
-    """Raise an error that names the class to use instead of TensorFlow's TPU watcher.
+    """Stand-in for TensorFlow's watcher of TPUs; raises an error with advice.
 
     Not collective.
 

@@ -1,4 +1,4 @@
-"""The names of ``tf.distribute.experimental``, as ``hs.experimental``."""
+"""The names of ``tf.distribute.experimental``, available as ``hs.experimental``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CollectiveCommunication = CommunicationImplementation
 
 
 class _AlsoNewer(type):
-    """Makes ``isinstance`` accept instances of the newer class, as in tf.distribute."""
+    """Lets instances of the newer class pass ``isinstance``, as in tf.distribute."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _Newer)
@@ -57,7 +57,7 @@ class MultiWorkerMirroredStrategy(_Newer, metaclass=_AlsoNewer):
     communication : CommunicationImplementation or str
         A hint about the implementation, as in tf.distribute.
     cluster_resolver : object, optional
-        Kept only for programs that read it, because MPI defines the ranks.
+        Stored for programs that read it; not used, because MPI defines the ranks.
     **options : object
         Other arguments of `hpcstrat.MultiWorkerMirroredStrategy`, by name.
     """

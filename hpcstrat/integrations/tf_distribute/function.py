@@ -1,4 +1,4 @@
-"""A stand-in for the decorator ``tf.function``, which compiles nothing."""
+"""A stand-in for the decorator ``tf.function``; the stand-in compiles nothing."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def function(func: Any = None, input_signature: Any = None, **options: Any) -> A
     """Return the function unchanged, because hpcstrat compiles no graphs.
 
     Not collective. ``hs.function`` replaces ``tf.function``, so that programs can keep
-    their decorators. All other arguments are ignored, and named in one line of the log
-    at level DEBUG.
+    their decorators. All other arguments are ignored; those that differ from the
+    defaults of ``tf.function`` are logged in one line, at level DEBUG.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ def function(func: Any = None, input_signature: Any = None, **options: Any) -> A
     Raises
     ------
     TypeError
-        If ``func`` cannot be called, or if tf.function has no argument of that name.
+        If ``func`` cannot be called, or for an option that tf.function does not have.
 
     Examples
     --------

@@ -8,7 +8,7 @@ __all__ = ["Client", "Server"]
 
 
 class _Absent:
-    """A class without instances: its creation raises an error with advice."""
+    """Base of classes without instances: making an instance raises an error."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Raise NotImplementedError."""
@@ -16,7 +16,7 @@ class _Absent:
 
     @classmethod
     def create(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise NotImplementedError, with advice what to use instead.
+        """Raise NotImplementedError, with advice on what to use instead.
 
         Not collective.
 

@@ -24,7 +24,7 @@ __all__: list[str] = []
 
 
 def _create(options: Any, backend_options: Any = None) -> HpcstratProcessGroup:
-    """Make a process group on all of its ranks; torch calls this function."""
+    """Make a process group; torch calls this function on all ranks of the group."""
     del backend_options
     world, ranks = Topology.world(), list(options.global_ranks_in_group or ())
     if ranks:

@@ -17,7 +17,7 @@ _WHAT = "batch normalization"
 
 
 class _Home:
-    """Refers to a layer's strategy: shared by the layer's copies, missing in files."""
+    """Refers to the strategy of a layer and of its copies; omitted in saved files."""
 
     def __init__(self, strategy: Strategy | None = None) -> None:
         self.strategy = strategy
@@ -33,11 +33,11 @@ class SyncBatchNorm(_BatchNorm):
     """Batch normalization with the mean and variance of all replicas' rows.
 
     In training, the layer's forward and backward are collective over the strategy's
-    replicas; in evaluation they are not.
+    replicas. In evaluation they are not, if the layer tracks running statistics.
 
     `convert` makes these layers. A layer has the weights, buffers and names of the
-    layer that it replaces, so that each can load the state of the other. A replica may
-    have no rows.
+    layer that it replaces, so that each can load the state of the other. A replica's
+    batch may have no rows.
     """
 
     _home = _Home()
@@ -89,8 +89,8 @@ class SyncBatchNorm(_BatchNorm):
             )
         names = ("num_features", "eps", "momentum", "affine", "track_running_stats")
         made: Any = cls(**{name: getattr(layer, name) for name in names})
-        # Use the same tensors, because optimizers, and layers that share weights, refer
-        # to them.
+        # Keep the old layer's tensors, because optimizers, and layers that share its
+        # weights, refer to these tensors.
         made._parameters, made._buffers = layer._parameters, layer._buffers
         made.training, made._home = layer.training, home
         return made
@@ -126,7 +126,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, mean: Any, variance: Any, count: Any) -> None:
-        """Update the running moments; the variance has divisor n - 1, as in torch."""
+        """Update running mean and variance, as torch does: with divisor n - 1."""
         number, momentum = float(count), self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -163,13 +163,13 @@ class _Normalize(torch.autograd.Function):
         ctx: Any, values: Any, weight: Any, bias: Any, how: tuple[float, Strategy]
     ) -> Any:
         eps, strategy = how
-        # Half types are normalized in float32, as torch does.
+        # Values of 2-byte types are normalized in float32, as in torch.
         wide = values.float() if values.dtype.itemsize == 2 else values
         channels = values.shape[1]
         count = wide.numel() // channels
-        # Subtract each replica's own mean first, because a sum of squares would lose
-        # the digits of a variance that is small beside the mean (Chan, Golub and
-        # LeVeque 1983, doi:10.1080/00031305.1983.10483115).
+        # Subtract each replica's own mean before squaring: if the variance is small
+        # beside the mean, a sum of plain squares would lose the variance's digits
+        # (Chan, Golub and LeVeque 1983, doi:10.1080/00031305.1983.10483115).
         mean = _totals(wide) / max(count, 1)
         squares = _totals((wide - _spread(mean, wide)).square())
         rows = wide.new_zeros(
@@ -200,8 +200,8 @@ class _Normalize(torch.autograd.Function):
         normal, scale, total, weight = ctx.saved_tensors
         wide = gradient.to(normal.dtype)
         own = torch.stack([_totals(wide), _totals(wide * normal)])
-        # Gradients of bias and weight for this replica's rows; replicate's hooks sum
-        # these gradients over replicas.
+        # Gradients of bias and weight for this replica's rows; the hooks of `replicate`
+        # combine them over replicas.
         shift, slope = (part.clone() for part in own)
         summed = _summed(ctx.strategy, own, f"{_WHAT} backward") / total
         inner = wide - _spread(summed[0], wide) - normal * _spread(summed[1], wide)

@@ -1,8 +1,8 @@
 """Tensors on GPUs in calls of the process group, used without copies to the host.
 
-All work runs on torch's current stream, which is also CuPy's stream during a call. So
-torch's kernels before the call have written the tensors, its kernels after the call
-read the results, and torch reuses the tensors' memory in the order of this stream.
+All work runs on torch's current stream, which is also CuPy's stream during a call. The
+order of this stream ensures that a call reads tensors after torch's earlier kernels
+have written them, and that torch's later kernels read complete results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hpcstrat.integrations.torch.tensors import memory_of
 
 __all__ = ["DeviceTensors", "all_gather", "broadcast", "is_on_gpu", "reduce_scatter"]
 
-# Types of tensors that hpcstrat's kernels and messages support.
+# Types that hpcstrat's kernels and messages on GPUs support.
 _TYPES = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8),
@@ -43,17 +43,14 @@ class DeviceTensors:
         return memory_of(_contiguous(tensor))
 
     def write(self, tensor: torch.Tensor) -> Array:
-        """Return an array of a tensor's values, in which a call stores its results.
-
-        `written` copies the results into the tensor if the array is not its own memory.
-        """
+        """Return a tensor's values as an array to overwrite; then call `written`."""
         own = _contiguous(tensor)
         if own.data_ptr() != tensor.data_ptr():
             self._copies.append((tensor, own))
         return memory_of(own)
 
     def written(self) -> None:
-        """Copy results into non-contiguous tensors; a second call does nothing."""
+        """Copy results into tensors whose arrays are copies; later calls do nothing."""
         copies, self._copies = self._copies, []
         for tensor, own in copies:
             tensor.copy_(own)
@@ -73,7 +70,7 @@ def broadcast(collectives: Any, arrays: Sequence[Array], root: int) -> None:
 def all_gather(collectives: Any, own: Array, parts: Sequence[Array], what: str) -> None:
     """Copy all ranks' arrays, one after the other, into ``parts``; collective.
 
-    Raises ValueError on this rank if the sizes of ``parts`` and of the arrays differ.
+    Raises ValueError on this rank if ``parts`` and the arrays differ in total size.
     """
     whole = collectives.all_gather(own.reshape(-1), 0, what)
     size = sum(part.size for part in parts)
@@ -93,8 +90,8 @@ def reduce_scatter(
 ) -> None:
     """Reduce all parts, and copy the part of this rank into ``out``; collective.
 
-    All ranks receive all reduced parts, so this call moves twice the bytes of NCCL's
-    reduce_scatter.
+    Every rank receives all reduced parts, so this call moves twice as many bytes as
+    NCCL's reduce_scatter.
     """
     sums = collectives.batch_reduce(op, list(parts), "reduce_scatter")
     out.reshape(-1)[...] = sums[rank].reshape(-1)

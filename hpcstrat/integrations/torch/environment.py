@@ -68,9 +68,9 @@ def use_for_env() -> None:
         if not {"RANK", "WORLD_SIZE"} & environ.keys():
             init_env()
         elif _given.get(environ.get("MASTER_PORT", "")) and not urlparse(url).query:
-            # Use another port: if rank 0 has not destroyed the last group yet, ranks of
-            # the new group would join the last group's store, and rank 0 would wait for
-            # these ranks.
+            # Use a new port. With the old one, a rank that makes the new group before
+            # rank 0 has destroyed the last group would join the last group's store, and
+            # rank 0 would wait for this rank in vain.
             del environ["MASTER_PORT"]
             init_env()
         if environ.get("MASTER_PORT") in _given:

@@ -1,13 +1,13 @@
 """Hooks that combine the gradients of a replicated module.
 
 The hooks record which parameters a backward has reached. When the backward ends, one
-reduction combines their gradients in place. Replicas may reach different parameters,
-which change from step to step, so this reduction also sums a table of the parameters
-that each replica has reached. The reduction combines the gradients of all parameters
-that any replica reached in the last step, because this list is equal on all replicas. A
-second reduction combines the gradients of newly reached parameters, if there are any.
+reduction combines gradients in place. All replicas must pass the same parameters to it,
+but may have reached different ones. So the reduction combines the parameters that any
+replica reached in the last step, which all replicas have on record, and it also sums a
+table of the parameters that each replica has reached now. If this table shows new
+parameters, a second reduction combines their gradients.
 
-Between workers, gradients that all replicas reached in the last step are reduced in
+Between workers, parameters that all replicas reached in the last step are reduced in
 buckets during the backward, see `hpcstrat.engine.reduction.buckets`. The sums are
 written to the gradients only when the backward ends, because autograd may let a
 gradient share its memory with a value that the rest of the backward needs.
@@ -49,11 +49,11 @@ from hpcstrat.strategies import Strategy
 __all__ = ["Replicated"]
 
 _WHAT = "gradients"
-# The attribute of a parameter that refers to the object that combines its gradients.
+# The attribute of a parameter that refers to the `Replicated` that combines it.
 _OWNER = "_hpcstrat_replicated"
-# Rows of the table that each replica sends; columns are parameters. The rows are: has a
-# dense gradient; has a sparse gradient; got gradients after its bucket ended; order in
-# which replica 0 reached it.
+# Rows of the table that each replica sends, with a column for each parameter: whether
+# its gradient is dense; whether it is sparse; whether a backward has added to it after
+# its bucket was reduced; its place in the order of replica 0's backward.
 _DENSE, _SPARSE, _AGAIN, _ORDER = range(4)
 
 
@@ -75,10 +75,9 @@ class Replicated:
         self.op = op
         self.buffers = self.buffers_class(module, strategy, buffers)
         self.syncs = True
-        # Counts steps for a strategy with one replica, which has no channel to count
-        # them.
+        # Counts backwards if there is one replica, and so no channel that counts them.
         self._alone = Position()
-        # Parameters that another replicated module combines already are left out.
+        # Leave out parameters whose gradients another replicated module combines.
         named = [
             (name, parameter)
             for name, parameter in differentiable_parameters(module)
@@ -87,27 +86,26 @@ class Replicated:
         self._layout = ModuleLayout(module)
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
-        # From here on, parameters are indices into `_parameters`. `_touched` has the
-        # parameters that a backward has reached and no reduction has combined yet, in
-        # the order of the backward, each with the version of its tensor at that time.
+        # From here on, parameters are indices into `_parameters`. Keys of `_touched`
+        # are the parameters that a backward has reached and no reduction has combined
+        # yet, in the backward's order; values are their tensors' versions at that time.
         self._touched: dict[int, int] = {}
         # Parameters whose gradients are combined, and so equal on all replicas.
         self._combined: set[int] = set()
-        # Parameters with dense gradients in the last reduction, equal on all replicas.
+        # Parameters that had a dense gradient on any replica in the last reduction.
         self._expected: list[int] = []
         overlaps = strategy.collectives.overlaps and not strategy.logical
         self._bucket_bytes = bucket_bytes if overlaps else 0
-        # Parameters with dense gradients on all replicas in the last backward pass, and
-        # their buckets. All buckets but the last start during the backward pass.
+        # Parameters with dense gradients on all replicas in the last backward, and
+        # their buckets without the last one, which could not start before the end.
         self._planned_for: list[int] = []
         self._plan: list[Bucket] = []
-        # Buckets of the current backward, the parameters whose sums were already copied
-        # from these buckets, and the arrays for the sums.
+        # Buckets of the current backward, the parameters whose gradients already have
+        # their sums from these buckets, and the arrays for the sums.
         self._buckets: Buckets | None = None
         self._taken: set[int] = set()
         self._sums: dict[int, Array] = {}
-        # The callback at the end of a backward; autograd deletes it after that
-        # backward.
+        # The callback at the end of the running backward; autograd then deletes it.
         self._end: weakref.ref[Any] | None = None
         self._handles = [module.register_forward_hook(_OutputHook(self))]
         for index, parameter in enumerate(self._parameters):
@@ -123,8 +121,8 @@ class Replicated:
                 delattr(parameter, _OWNER)
 
     def _hook(self, index: int, parameter: torch.Tensor) -> None:
-        # The parameter owns this object. Hooks refer to it weakly, because the garbage
-        # collector does not see references from torch's hooks and would never free it.
+        # The parameter owns this object. Hooks refer to it weakly: Python's garbage
+        # collector does not see references from hooks, and would never free the object.
         setattr(parameter, _OWNER, self)
         myself = weakref.ref(self)
 
@@ -146,14 +144,14 @@ class Replicated:
         return type(None), ()
 
     def watch(self, module: torch.nn.Module, output: Any) -> None:
-        """Register hooks on a forward's output, which detect the start of a backward.
+        """Register hooks on the output of a forward, to detect the start of a backward.
 
         The output's hooks run in the outermost backward, before any reentrant
         checkpoint begins an inner backward. Raises ValueError if the module has new
-        parameters that are not combined.
+        parameters whose gradients would not be combined.
         """
         watches = self.syncs and torch.is_grad_enabled()
-        # In compiled code, the parameters' hooks register the callback for the end.
+        # In compiled code, `touch` registers the callback for the backward's end.
         if torch.compiler.is_compiling() or not watches:
             return
         # Logical replicas of a rank share the module: only the first checks its layout.
@@ -176,22 +174,22 @@ class Replicated:
         self._layout = ModuleLayout(module)
 
     def prepare(self, index: int) -> None:
-        """Prepare a gradient just before a backward adds to it."""
+        """Prepare a parameter's gradient just before a backward adds to it."""
         buckets = self._buckets if self._is_under_way() else None
         taken = buckets is None or index in self._taken
         if buckets is not None and not taken and buckets.was_started(index):
-            # This backward reached the parameter before, in another reentrant
-            # checkpoint.
+            # This backward has reached the parameter before, in another reentrant
+            # checkpoint, and its bucket is reduced: add the new gradient to that sum.
             self._parameters[index].grad = as_tensor(self._sums.pop(index))
             self._taken.add(index)
             self._touched.pop(index, None)
             self._combined.add(index)
-        # This is a second backward before gradients were set to None, which is rare.
+        # Rare: `.grad` still has the combined sum of an earlier backward.
         if self.op is ReduceOp.SUM and index in self._combined and self._adds(index):
             self._make_share(index)
 
     def _adds(self, index: int) -> bool:
-        """Return whether this backward adds to a gradient.
+        """Return whether the running backward adds to a parameter's gradient.
 
         ``torch.autograd.grad`` calls the same hooks, but adds to no gradient.
         """
@@ -203,10 +201,10 @@ class Replicated:
             return False
 
     def touch(self, index: int) -> None:
-        """Record that a backward has added to a gradient."""
+        """Record that a backward has added to a parameter's gradient."""
         self._touched.setdefault(index, self._parameters[index]._version)
         self._combined.discard(index)
-        # Check here to save calls: only a backward's first parameter needs the call.
+        # Only the first parameter of a backward needs this call: check here for speed.
         end = self._end
         if end is None or end() is None:
             self._await_end()
@@ -220,19 +218,18 @@ class Replicated:
         # Do not wait for the buckets of an earlier backward that ended with an error.
         self._buckets = None
         self._taken.clear()
-        # The program may have dropped gradients since that backward, for instance after
-        # an error.
+        # The program may have set gradients to None since a backward that failed.
         for index in [i for i in self._touched if self._parameters[i].grad is None]:
             del self._touched[index]
         if not self.syncs:
             return
-        # Logical replicas synchronize in a fixed order, and need no count of backwards.
+        # Logical replicas synchronize in a fixed order: backwards are not counted.
         first = not self.strategy.logical and not self._is_beside_another()
         trained = [i for i, p in enumerate(self._parameters) if p.requires_grad]
         if first and any(map(self._adds, trained)):
-            # If a rank fails in a backward and continues with the next one, this count
-            # differs from the other ranks' counts. With several modules, only the first
-            # module counts the backward.
+            # Headers contain this count. If a rank fails in a backward and continues
+            # with the next one, its count differs, and all ranks raise an error instead
+            # of summing gradients of two steps. Of several modules only one counts.
             self._position().enter_backward()
         if self._plan and first:
             self._buckets = Buckets(self._plan, self._start)
@@ -252,7 +249,7 @@ class Replicated:
         return self._alone if channel is None else channel.position
 
     def _is_under_way(self) -> bool:
-        """Return whether a backward is running that combines gradients at its end."""
+        """Return whether a backward is running whose end this object awaits."""
         # A backward that ended with an error leaves only a dead weak reference.
         return self._end is not None and self._end() is not None
 
@@ -272,7 +269,7 @@ class Replicated:
         )
 
     def _make_share(self, index: int) -> None:
-        """Zero a combined sum except on replica 0, so that a new sum counts it once."""
+        """Zero a combined sum, except on replica 0: the next sum must count it once."""
         gradient = self._parameters[index].grad
         if index in self._combined and gradient is not None:
             if self.strategy.replica_id:
@@ -315,7 +312,7 @@ class Replicated:
         self.buffers.synchronize(changed_anywhere.tolist())
 
     def _marks(self) -> Array:
-        """Return this replica's table of reached parameters."""
+        """Return this replica's table of the parameters that its backward reached."""
         marks = np.zeros((4, len(self._parameters)), np.int32)
         touched = list(self._touched)
         sparse = [index for index in touched if self._is_sparse(index)]
@@ -331,22 +328,22 @@ class Replicated:
         return marks
 
     def _finish(self, buckets: Buckets, marks: Array) -> Array:
-        """Start the last reductions; copy a bucket's sums when its reduction ends."""
+        """Start the last reductions, and copy each bucket's sums; return the table."""
         buckets.start_rest()
         rest = [index for index in self._expected if index not in buckets]
         last = self._reduce(rest, marks, waits=False)
         for bucket in buckets.ended():
             for index in bucket:
                 gradient = self._parameters[index].grad
-                # A parameter without a gradient here may have one on another replica:
-                # the table shows this after the last reduction.
+                # If there is no gradient here, only the table, which the last reduction
+                # sums, shows whether another replica has one.
                 if gradient is not None and not gradient.is_sparse:
                     self._take_sums(buckets, index)
                     buckets.drive()
         return last()
 
     def _take_sums(self, buckets: Buckets, index: int) -> None:
-        """Write a bucket's sum into a gradient, unless this was already done."""
+        """Write a parameter's sum from a bucket into its gradient, if not yet done."""
         if index not in buckets or index in self._taken:
             return
         parameter = self._parameters[index]
@@ -358,7 +355,7 @@ class Replicated:
         self._combined.add(index)
 
     def _replan(self, rows: Array) -> None:
-        """Plan the next backward's buckets: parameters that all replicas reached."""
+        """Plan the next backward's buckets, of parameters that all replicas reached."""
         if not self._bucket_bytes:
             return
         by_all = 1 if self.op is ReduceOp.MEAN else self.strategy.num_replicas_in_sync
@@ -373,7 +370,7 @@ class Replicated:
             self._plan = plan_buckets(order, nbytes, self._bucket_bytes)[:-1]
 
     def _start(self, bucket: Bucket) -> PendingCall:
-        """Start the reduction of a bucket, during a backward or at its end."""
+        """Start the reduction of a bucket, during the backward or at its end."""
         return self.strategy.collectives.call(_WHAT, self._begin, bucket)
 
     @torch.no_grad()
@@ -381,14 +378,13 @@ class Replicated:
         arrays = [memory_of(self._own_share(index)) for index in bucket]
         for index, array in zip(bucket, arrays, strict=True):
             kept = self._sums.get(index)
-            # The program may have changed the parameter's type or shape since the last
-            # step.
+            # The program may have changed the parameter's type or shape after a step.
             if kept is None or (kept.shape, kept.dtype) != (array.shape, array.dtype):
                 self._sums[index] = np.empty(array.shape, array.dtype)
         outs = [self._sums[index] for index in bucket]
         start = self.strategy.collectives.start_in_call
-        # The name contains the bucket's number, so that ranks never sum different
-        # buckets after an error on one replica.
+        # Ranks compare this name. It contains the bucket's number, so that they never
+        # sum different buckets after an error on one replica.
         what = f"{_WHAT}, bucket {self._plan.index(bucket)}"
         return start(self.op, arrays, what, out=outs, part=True)
 
@@ -398,14 +394,14 @@ class Replicated:
     ) -> Callable[[], Array]:
         """Reduce the parameters' dense gradients in place, and the table ``marks``.
 
-        The parameters are the same on all replicas. Returns a function that returns the
-        combined table; with ``waits=False`` that function waits for the reduction.
+        ``indices`` must be the same on all replicas. Returns a function that returns
+        the combined table; with ``waits=False``, that function waits for the reduction.
         """
         tensors = [self._own_share(index) for index in indices]
         arrays = [memory_of(tensor) for tensor in tensors]
         outs, told = list(arrays), np.empty(0)
         if marks is not None:
-            # Sums of integers are exact, even if gradients travel in a narrower type.
+            # The table is summed exactly, even if gradients are sent in 2-byte types.
             kind = np.float64 if self.op is ReduceOp.MEAN else np.int32
             told = np.empty(marks.shape, kind)
             arrays, outs = [*arrays, marks], [*outs, told]
@@ -430,7 +426,7 @@ class Replicated:
         return end
 
     def _own_share(self, index: int) -> torch.Tensor:
-        """Return this replica's term of a sum: a gradient, or zeros if it has none."""
+        """Return this replica's term of a parameter's sum: its gradient, or zeros."""
         parameter = self._parameters[index]
         gradient = parameter.grad
         if gradient is None or gradient.is_sparse:
@@ -444,7 +440,7 @@ class Replicated:
         return gradient is not None and gradient.is_sparse
 
     def _refuse_mixed(self, dense: list[int], sparse: list[int]) -> None:
-        """Raise ValueError if one parameter has both dense and sparse gradients."""
+        """Raise ValueError if a gradient is dense on one replica, sparse on another."""
         if both := sorted({*dense} & {*sparse}):
             raise ValueError(
                 f"expected gradients of {self._names[both[0]]!r} of one kind on all "
@@ -454,7 +450,7 @@ class Replicated:
 
     @torchs_stream()
     def _reduce_rows(self, index: int) -> None:
-        """Reduce the sparse gradient of a parameter over all replicas."""
+        """Combine the sparse gradients of a parameter over all replicas."""
         parameter = self._parameters[index]
         if self.op is ReduceOp.SUM:
             self._make_share(index)
@@ -466,7 +462,7 @@ class Replicated:
 def _is_combined_by_another(
     name: str, parameter: Any, strategy: Strategy, op: ReduceOp
 ) -> bool:
-    """Return whether another replicated module combines a parameter already.
+    """Return whether another replicated module combines this parameter's gradients.
 
     Raises ValueError if the other module has another strategy or another operation.
     """
@@ -486,7 +482,7 @@ _every: weakref.WeakSet[Replicated] = weakref.WeakSet()
 
 
 class _OutputHook:
-    """Hook on a module's output; in a copy of the module it only logs a warning."""
+    """Hook after a module's forward; in a copy of the module it only logs a warning."""
 
     def __init__(self, replicated: Replicated | None) -> None:
         self._replicated = replicated

@@ -13,8 +13,8 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["HostTensors", "require_numbers"]
 
-# Types that NumPy knows only through ml_dtypes: for each, a torch type of the same size
-# and the type's name in ml_dtypes.
+# Types that NumPy has only with ml_dtypes: for each, a torch type of the same size, and
+# the type's name in ml_dtypes.
 _FOREIGN = {torch.bfloat16: (torch.int16, "bfloat16")}
 for _name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"):
     if hasattr(torch, _name):
@@ -22,7 +22,7 @@ for _name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnu
 
 
 def require_numbers(dtype: Any) -> None:
-    """Raise an error for types that can be sent, but not added."""
+    """Raise an error for types whose values can be sent, but not added."""
     if dtype not in _FOREIGN or (dtype is torch.bfloat16 and find_spec("ml_dtypes")):
         return
     if dtype is torch.bfloat16:
@@ -48,8 +48,8 @@ class HostTensors:
                 f"expected a dense tensor, found layout {tensor.layout}; call "
                 "to_dense() first (only all_reduce takes sparse tensors)"
             )
-        # For a tensor on a GPU this waits for the GPU's stream; a plain host tensor is
-        # not copied.
+        # For a tensor on a GPU, `cpu` waits for the GPU's stream. A contiguous host
+        # tensor is not copied.
         own = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         plain, name = _FOREIGN.get(own.dtype, (own.dtype, ""))
         if plain is torch.bool:
@@ -61,21 +61,17 @@ class HostTensors:
         return _named(array, name) if name else array
 
     def write(self, tensor: Any) -> Array:
-        """Return an array of a tensor's values, in which a call stores its results.
-
-        `written` copies the results into the tensor if the array is not its own memory.
-        """
+        """Return a tensor's values as an array to overwrite; then call `written`."""
         array = self.read(tensor)
         if array.ctypes.data != tensor.data_ptr() or tensor.device.type != "cpu":
             self._copies.append((tensor, array))
         return array
 
     def written(self) -> None:
-        """Copy results from array copies to tensors; a second call does nothing."""
+        """Copy results into tensors whose arrays are copies; later calls do nothing."""
         copies, self._copies = self._copies, []
         for tensor, array in copies:
-            # torch cannot read ml_dtypes' types from NumPy, so use a type of the same
-            # size.
+            # torch cannot read ml_dtypes' types: view them as a type of the same size.
             plain = _FOREIGN.get(tensor.dtype, (tensor.dtype,))[0]
             plain = torch.uint8 if plain is torch.bool else plain
             values = torch.from_numpy(array.view(_numpy_type(plain)))

@@ -48,16 +48,16 @@ class LogicalReplicated(Replicated):
         self, module: torch.nn.Module, strategy: Strategy, op: ReduceOp, **options: Any
     ) -> None:
         super().__init__(module, strategy, op, **options)
-        # Gradients from before the backward; the sum of the backward is added to them.
+        # Gradients that parameters had before the backward; new sums are added to them.
         self._before: dict[int, torch.Tensor] = {}
-        # Partial sums of this rank's replicas by parameter, with half types as float32,
-        # and the sparse gradients of each replica.
+        # Partial sums of the dense gradients of this rank's replicas by parameter, with
+        # 2-byte types as float32; and the sparse gradients of each replica.
         self._stack: list[dict[int, torch.Tensor]] = []
         self._sparse: list[dict[int, torch.Tensor]] = []
         _turns_of(strategy).modules.add(self)
 
     def prepare(self, index: int) -> None:
-        """Set an earlier gradient aside, so that ``.grad`` has only this replica's."""
+        """Save an earlier gradient, so that ``.grad`` gets only this replica's."""
         if own_index() is None and self._adds(index):
             raise RuntimeError(
                 "expected backward() in the function that strategy.run runs, with "
@@ -89,7 +89,7 @@ class LogicalReplicated(Replicated):
         self._touched.clear()
         self._stack.append(dense)
         self._sparse.append(sparse)
-        # Add now, while gradients are in a CPU cache; then few are in memory at a time.
+        # Add now, while the gradients are in a CPU cache, and to free their memory.
         for _ in range(strategy.replicas.merges[place]):
             upper = self._stack.pop()
             _add(self._stack[-1], upper)
@@ -110,7 +110,7 @@ class LogicalReplicated(Replicated):
 
     @torch.no_grad()
     def _combine_all(self) -> None:
-        """Sum the gradients over all ranks, once for all replicas of this rank."""
+        """Sum the gradients of all replicas; called once on each rank."""
         sums, self._stack = self._stack, []
         rows, self._sparse = self._sparse, []
         count = len(self._parameters)
@@ -119,8 +119,8 @@ class LogicalReplicated(Replicated):
         marks[[index for one in sums for index in one]] = 1
         marks[[count + index for one in rows for index in one]] = 1
         marks[2 * count :] = changed
-        # This sum covers parameters of the last step; a second sum covers new
-        # parameters.
+        # First sum parameters that had gradients in the last step, a list that is equal
+        # on all ranks, and then parameters that are new in this step.
         *totals, told = self._summed(self._expected, sums, marks)
         dense, sparse = (
             np.flatnonzero(row).tolist() for row in told[: 2 * count].reshape(2, -1)
@@ -148,7 +148,7 @@ class LogicalReplicated(Replicated):
         sums: list[dict[int, torch.Tensor]],
         marks: Array | None = None,
     ) -> list[Array]:
-        """Return sums over all ranks of dense gradients and, if given, of ``marks``."""
+        """Return sums of dense gradients over all ranks, and the sum of ``marks``."""
         parts = [
             [memory_of(one[i] if i in one else self._zeros(i)) for i in indices]
             for one in sums
@@ -166,8 +166,7 @@ class LogicalReplicated(Replicated):
 
     def _give(self, index: int, total: torch.Tensor) -> None:
         parameter = self._parameters[index]
-        # If no replica of this rank has reached the parameter, `.grad` still has the
-        # earlier gradient.
+        # If no replica of this rank reached the parameter, `.grad` has the earlier one.
         before = self._before.get(index, parameter.grad)
         total = total.to(parameter.dtype)
         parameter.grad = total if before is None else before + total
@@ -181,7 +180,7 @@ class LogicalReplicated(Replicated):
 
 
 def _addable(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a dense gradient that may be overwritten, with half types as float32."""
+    """Return a dense gradient that may be overwritten; 2-byte types become float32."""
     if gradient.requires_grad:
         # A backward with create_graph may still need the unchanged gradient.
         gradient = gradient.detach().clone()
@@ -203,11 +202,11 @@ def _add(sums: dict[int, torch.Tensor], others: dict[int, torch.Tensor]) -> None
 
 
 class _TorchReplicaState:
-    """Swaps torch's state between replicas; see `hpcstrat.engine.logical.meetings`."""
+    """Switches torch's random state, modes and buffers to the replica that runs."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.modules: weakref.WeakSet[LogicalReplicated] = weakref.WeakSet()
-        # The streams draw a seed for each replica in each run; checkpoints save them.
+        # These streams draw a seed for each replica in each run; checkpoints save them.
         seed = strategy.broadcast_object(torch.initial_seed()) % (1 << 63)
         self.streams = strategy.random("hpcstrat.torch", seed=seed)
         count = len(strategy.local_replicas)
@@ -223,8 +222,7 @@ class _TorchReplicaState:
         enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
         autocast = [(name, enabled(name), dtype(name)) for name in ("cpu", "cuda")]
         self._modes = torch.is_grad_enabled(), autocast
-        # Draw all seeds here: that is faster than drawing them in each replica's
-        # thread.
+        # Drawing all seeds here is faster than drawing in each replica's thread.
         self._seeds = [
             int(self.streams.generator_of(index).integers(1 << 63))
             for index in range(len(self._states))
@@ -234,7 +232,7 @@ class _TorchReplicaState:
             module.buffers.reset()
 
     def begin(self, index: int) -> None:
-        """Set seeds, buffers and the caller's modes for a replica's function."""
+        """Set a replica's seed and buffers, and the caller's modes, before it runs."""
         torch.set_grad_enabled(self._modes[0])
         for device, enabled, dtype in self._modes[1]:
             torch.set_autocast_enabled(device, enabled)
@@ -294,7 +292,7 @@ _every: weakref.WeakKeyDictionary[Any, _TorchReplicaState] = weakref.WeakKeyDict
 
 
 def _turns_of(strategy: Strategy) -> _TorchReplicaState:
-    """Return the object that swaps PyTorch's state between a strategy's replicas."""
+    """Return the `_TorchReplicaState` of a strategy; make it at the first call."""
     found = _every.get(strategy)
     if found is None:
         found = _every[strategy] = _TorchReplicaState(strategy)
@@ -303,6 +301,6 @@ def _turns_of(strategy: Strategy) -> _TorchReplicaState:
 
 
 def streams_of(strategy: Strategy) -> RandomStreams | None:
-    """Return the random streams that seed PyTorch in each run; for checkpoints."""
+    """Return the random streams that seed PyTorch in each run, for checkpoints."""
     found = _every.get(strategy)
     return None if found is None else found.streams

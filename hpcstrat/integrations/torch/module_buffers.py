@@ -26,9 +26,8 @@ class ModuleBuffers:
     ) -> None:
         self.strategy = strategy
         self.mode = mode
-        # All buffers of an owner are compared together: torch does not change the
-        # version of running means, but it changes the version of batch normalization's
-        # batch count.
+        # Compare all buffers of an owner together: when batch normalization updates its
+        # running mean, torch changes the version of its batch count only.
         self._owners = [m._buffers for m in module.modules() if m._buffers]
         self._versions = self._current_versions()
 
@@ -36,7 +35,7 @@ class ModuleBuffers:
         return [tuple((id(b), b._version) for b in _tensors(o)) for o in self._owners]
 
     def changed(self) -> list[bool]:
-        """Return for each owner whether its buffers changed since they were equal."""
+        """Return for each owner whether its buffers changed since `synchronize`."""
         if self.mode is None:
             return []
         pairs = zip(self._versions, self._current_versions(), strict=True)
@@ -44,7 +43,7 @@ class ModuleBuffers:
 
     @torchs_stream()
     def synchronize(self, owners: list[int]) -> None:
-        """Make the buffers of some owners equal; collective over the replicas."""
+        """Make the buffers of some owners equal on all replicas; collective."""
         buffers = [b for index in owners for b in _tensors(self._owners[index])]
         if self.mode == "mean":
             buffers = [b for b in buffers if b.is_floating_point()]
@@ -60,7 +59,7 @@ class ModuleBuffers:
 
 
 class ReplicaBuffers(ModuleBuffers):
-    """Copies of the buffers for each local replica; the module has one copy loaded."""
+    """Copies of a module's buffers, one per local replica; one of them is in use."""
 
     def __init__(
         self, module: torch.nn.Module, strategy: Strategy, mode: str | None
@@ -75,7 +74,7 @@ class ReplicaBuffers(ModuleBuffers):
         return [[b.detach().clone() for b in _tensors(o)] for o in self._owners]
 
     def use(self, index: int) -> None:
-        """Save the last replica's buffers, and load this replica's into the module."""
+        """Save the buffers of the replica that ran, and load those of ``index``."""
         if index != self._in_use:
             self._keep(self._in_use)
             self._in_use = index
@@ -97,7 +96,7 @@ class ReplicaBuffers(ModuleBuffers):
             buffer.copy_(own)
 
     def reset(self) -> None:
-        """Set all replicas' buffers to the module's, which a restore may change."""
+        """Set all replicas' copies to the module's buffers: a restore changes these."""
         if self.mode is not None:
             for index in range(len(self._sets)):
                 self._keep(index)
@@ -118,7 +117,7 @@ class ReplicaBuffers(ModuleBuffers):
         ]
 
     def synchronize(self, owners: list[int]) -> None:
-        """Make the buffers of some owners equal; collective over the replicas."""
+        """Make the buffers of some owners equal on all replicas; collective."""
         if not owners:
             return
         self._keep(self._in_use)

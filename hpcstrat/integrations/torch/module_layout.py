@@ -11,7 +11,7 @@ __all__ = ["ModuleLayout", "differentiable_parameters"]
 
 
 class ModuleLayout:
-    """The parameters and submodules of a module and of all modules inside it."""
+    """A record of a module's parameters and submodules, which detects replacements."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._seen = [(weakref.ref(one), _identities(one)) for one in module.modules()]

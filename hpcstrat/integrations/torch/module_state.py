@@ -22,7 +22,7 @@ __all__ = ["state"]
 
 
 class _Adoption:
-    """Keeps a variable in the memory of each tensor; a moved tensor gets a new one."""
+    """Keeps a variable in each tensor's memory; replaces it if the tensor moves."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
@@ -63,8 +63,7 @@ class _Module:
         self.distribute_strategy = strategy
         self._adoption = _Adoption(strategy)
         tensors = self._tensors()
-        # Check before the broadcast, in which the other replicas would wait for this
-        # one.
+        # Check before the broadcast: the other replicas would wait there for this one.
         for name, tensor in tensors.items():
             _require_contiguous(name, tensor)
         with torchs_stream():
@@ -81,7 +80,7 @@ class _Module:
         return {k: v for k, v in tensors.items() if first[id(v)] == k}
 
     def checkpoint_variables(self) -> dict[str, Variable]:
-        """Return the variables that hold the state; see `SupportsCheckpoint`."""
+        """Return variables in the memory of the module's tensors."""
         return self._adoption.variables(self._tensors())
 
     def plain(self) -> dict[str, Any]:
@@ -113,7 +112,7 @@ class _OptimizerSlots:
                     yield kind, name, value
 
     def checkpoint_variables(self) -> dict[str, Variable]:
-        """Return the variables that hold the state; see `SupportsCheckpoint`."""
+        """Return variables in the memory of the slots that are dense tensors."""
         tensors = {
             f"{kind}/{name}": value
             for kind, name, value in self._slots()
@@ -158,14 +157,14 @@ class _OptimizerSlots:
             del self.optimizer.state[self._names[owner]][kind]
 
     def checkpoint_restored(self, num_replicas: int, now: int) -> None:
-        """Do nothing, because the values were restored in place."""
+        """Do nothing, because a restore writes into the tensors themselves."""
 
     def plain(self) -> dict[str, Any]:
         """Return the options, and all slots that are not dense tensors, as plain state.
 
-        Lists of tensors, such as the history of LBFGS, change their length at each
-        step, so that no variable of a checkpoint would fit them. Sparse tensors, such
-        as SGD's momentum of sparse gradients, also change their size.
+        Lists of tensors, such as the history of LBFGS, and sparse tensors, such as
+        SGD's momentum of sparse gradients, change their size at each step, so that a
+        variable of fixed shape could not store them.
         """
         slots = [
             [kind, name, _packed(value)]
@@ -192,8 +191,7 @@ class _OptimizerSlots:
                     group[key].fill_(value)
                 else:
                     group[key] = value
-        # Remove all current plain slots. If a slot was not saved, the optimizer makes
-        # it at its next step.
+        # Remove all plain slots; the optimizer makes slots that were not saved again.
         for kind, name, value in [*self._slots()]:
             if not _has_memory(value):
                 del self.optimizer.state[self._names[name]][kind]
@@ -254,7 +252,7 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 class _PlainState:
-    """The state that is not in tensors; a checkpoint has the state of replica 0."""
+    """State of a training that is not in tensors; a checkpoint saves replica 0's."""
 
     def __init__(
         self,
@@ -305,8 +303,8 @@ def state(
     Parameters
     ----------
     module : torch.nn.Module
-        A module that was passed to `replicate`; another module belongs to the current
-        strategy.
+        A module that was passed to `replicate`. For any other module the current
+        strategy is used.
     optimizer : torch.optim.Optimizer, optional
         The optimizer of the module's parameters.
     scheduler : optional
@@ -320,14 +318,14 @@ def state(
     dict of str to object
         Keyword arguments for `CheckpointManager` and `hpcstrat.elastic.Memory.track`:
         ``model``, ``optimizer`` if one is given, and ``torch`` for state that is not in
-        tensors. With logical replicas also ``torch_random``, the state of random
-        numbers, from which dropout draws.
+        tensors. With logical replicas also ``torch_random``, the state of the random
+        numbers that dropout uses.
 
     Raises
     ------
     ValueError
-        For tensors that are not contiguous, such as those in the order
-        ``channels_last``; the other replicas raise ReplicaError.
+        For tensors that are not contiguous, such as ``channels_last`` tensors; the
+        other replicas raise ReplicaError.
     CollectiveError
         If the replicas' modules differ; raised on every replica.
 

@@ -8,11 +8,10 @@ Tensors on GPUs stay there in all_reduce (of sums and means), broadcast, all_gat
 reduce_scatter, see `hpcstrat.integrations.torch.device_tensors`; all other calls copy
 them to the host. In a hook of a backward pass torch's current stream is the stream in
 which the bucket of gradients was filled. The sum that the hook starts waits only for
-kernels of this stream, and NCCL sums during the backward pass. At the end of the pass
-torch makes the caller's stream wait for all other streams
-(``GraphTask::exec_post_processing``), and makes it the current stream. Then torch runs
-the queued callbacks, which make this stream wait for the sums. DDP keeps the bucket
-until these callbacks run.
+kernels of this stream, so NCCL sums while the backward pass continues. At the end of
+the pass, torch makes the caller's stream wait for all other streams, and makes it the
+current stream (``GraphTask::exec_post_processing``). Then torch runs the queued
+callbacks, which make this stream wait for the sums. DDP keeps the bucket until then.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def _operation(what: str, *, postponed: bool = False) -> Callable[[_Method], _Me
             self.postponed.give_way()
             return make()
 
-        # Otherwise torch.compile would split its graph at each line of the operation.
+        # Without this, torch.compile would split its graph at each line of `operation`.
         return torch.compiler.disable(operation)
 
     return decorate
@@ -105,8 +104,8 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         self._exchanges = Exchanges(self.collectives)
         self._messages = Messages(self.collectives)
         self.postponed = Postponed()
-        # Memory of DDP's buckets, which all ranks of a node map. It is off if there are
-        # several workers, because these need messages.
+        # Memory of DDP's buckets, which all ranks of the node map. Not used if there
+        # are several workers, because these must send messages.
         self._areas = MappedMemory()
         if self._size > 1 and strategy.topology.num_workers == 1:
             self.collectives.use_mapped_memory(self._areas)
@@ -171,7 +170,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     def _arrays_of(
         self, tensors: Sequence[Any], reduction: Reduction | None = None
     ) -> HostTensors | DeviceTensors:
-        """Return a converter of these tensors to arrays, on the GPU or on the host."""
+        """Return an object that converts these tensors to arrays, on GPU or host."""
         adds = reduction is None or reduction.adds
         if adds and self._stay_on_gpu(tensors):
             return DeviceTensors()
@@ -192,14 +191,14 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     def _sum_of(
         self, tensors: Any, reduction: Reduction
     ) -> tuple[HostTensors | DeviceTensors, list[Array], ReduceOp]:
-        """Return a converter, its arrays to sum in place, and the operation."""
+        """Return a converter, its arrays to sum in place, and SUM or MEAN."""
         held = self._arrays_of(tensors, reduction)
         op = ReduceOp.MEAN if reduction.divisor else ReduceOp.SUM
         return held, [held.write(tensor) for tensor in tensors], op
 
     @_operation("all_reduce", postponed=True)
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
-        """Reduce tensors in place on all ranks, in as few messages as possible."""
+        """Reduce tensors in place on all ranks; one call sums or averages them all."""
         tensors = _listed(tensors)
         if any(tensor.is_sparse for tensor in tensors):
             for tensor in tensors:
@@ -222,7 +221,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     allreduce_coalesced = allreduce
 
     def share_storage(self, tensors: Any, *_: Any, **__: Any) -> None:
-        """Offer a bucket's memory to the other ranks of the node; not collective."""
+        """Let the other ranks of the node map DDP's bucket; not collective."""
         tensors = _listed(tensors)
         if not self._areas.off and len(tensors) == 1 and not tensors[0].is_sparse:
             share_storage(tensors[0], self._areas, self._size)
@@ -260,7 +259,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         return end
 
     def _reduce_sparse(self, tensor: Any, opts: Any) -> None:
-        """Sum sparse tensors: all ranks' values are added at their indices."""
+        """Sum or average a sparse tensor: gather all ranks' values and add them up."""
         reduction = Reduction(opts, tensor, self._size)
         if not tensor.is_sparse or reduction.name not in ("SUM", "AVG"):
             raise NotImplementedError(
@@ -272,7 +271,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         indices, values = self.collectives.all_gather(
             [host.read(own.indices().t()), host.read(own.values())], 0, what
         )
-        # A tensor of the original type for the gathered values of all ranks.
+        # Convert the gathered values back to the original type.
         whole = torch.empty((len(values), *own.values().shape[1:]), dtype=own.dtype)
         into = host.write(whole)
         into[...] = values
@@ -327,7 +326,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _scatter_sums(self, out: Any, parts: Sequence[Any], opts: Any) -> None:
-        """Reduce one tensor per rank, or one tensor that joins these, into ``out``."""
+        """Reduce ``parts``, one per rank or one to split, and keep this rank's part."""
         reduction = Reduction(opts, out, self._size)
         held = self._arrays_of([out, *parts], reduction)
         arrays, array = [held.read(part) for part in parts], held.write(out)
@@ -527,7 +526,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Close the group; collective over its ranks.
 
-        If a rank has already exited, this logs a warning but raises no error.
+        If a rank has already exited, log a warning instead of raising an error.
         """
         strategy, self.strategy = self.strategy, None
         if strategy is None:
@@ -539,8 +538,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
             if self._comm is not None:
                 self._comm.Free()
         except CollectiveError as error:
-            # The program may be ending because of another error, which must stay
-            # visible.
+            # Do not raise this error: it could hide the one that ends the program.
             _logger.warning("the process group was not closed: %s", error)
 
     def abort(self) -> None:

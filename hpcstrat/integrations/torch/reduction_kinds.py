@@ -1,4 +1,4 @@
-"""PyTorch's reduction operations as functions of NumPy, by the type of tensors."""
+"""PyTorch's reduction operations, expressed by functions of NumPy."""
 
 from __future__ import annotations
 

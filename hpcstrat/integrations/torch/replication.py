@@ -31,8 +31,8 @@ __all__ = [
 _BUFFERS = ("first", "mean", None)
 
 
-# The replication state by module. The state is not an attribute of the module, so that
-# a copied or saved module does not include its strategy.
+# Each replicated module's hooks and state. They are not an attribute of the module, so
+# that a copied or saved module does not include its strategy.
 _replicated: weakref.WeakKeyDictionary[torch.nn.Module, Replicated] = (
     weakref.WeakKeyDictionary()
 )
@@ -81,8 +81,8 @@ def replicate(
         synchronized.
     bucket_bytes : int
         Size of a bucket, large enough that its transfer between workers takes some
-        milliseconds. 0: one reduction at the end, which is always used inside of one
-        worker. Buckets take as much memory as the gradients.
+        milliseconds. 0: one reduction at the end, as always with a single worker.
+        Buckets use as much memory as the gradients.
 
     Returns
     -------
@@ -92,9 +92,8 @@ def replicate(
     Raises
     ------
     ValueError
-        For an unknown ``op`` or ``buffers``, a negative size, or another ``op`` than
-        that of a replicated module that shares parameters; the other replicas raise
-        ReplicaError.
+        For an unknown ``op`` or ``buffers``, a negative size, or if a replicated module
+        with another ``op`` shares parameters; the other replicas raise ReplicaError.
     NotImplementedError
         For a strategy whose replicas are not in sync.
     CollectiveError
@@ -212,11 +211,11 @@ def strategy_of(module: torch.nn.Module) -> Strategy:
 
 
 def _in_use(strategy: Strategy | None) -> tuple[Strategy, ReduceOp]:
-    """Return the strategy and the reduction operation that replicated modules have."""
+    """Return the strategy for a mean, and the ``op`` of its replicated modules."""
     strategy = strategy or get_strategy()
     strategies, ops = _candidates(strategy)
     if len(strategies) > 1 or len(ops) > 1:
-        # Modules that the program has dropped exist until the garbage collector runs.
+        # Free modules that the program no longer uses, which have been counted here.
         gc.collect()
         strategies, ops = _candidates(strategy)
     if len(strategies) > 1:
@@ -233,7 +232,7 @@ def _in_use(strategy: Strategy | None) -> tuple[Strategy, ReduceOp]:
 
 
 def _candidates(strategy: Strategy) -> tuple[list[Strategy], set[ReduceOp]]:
-    """Return the strategies of replicated modules, and the ops on the first of them."""
+    """Return the strategies that `_in_use` can choose, and the first strategy's ops."""
     some, strategies = list(_replicated.values()), [strategy]
     if not strategy.distributes:
         found = {
@@ -246,7 +245,7 @@ def _candidates(strategy: Strategy) -> tuple[list[Strategy], set[ReduceOp]]:
 
 
 class _GlobalMean(torch.autograd.Function):
-    """A mean over all replicas, whose backward reaches this replica's sum of losses."""
+    """Replaces a replica's loss sum by the global mean; backward scales gradients."""
 
     @staticmethod
     def forward(ctx: Any, loss_sum: Any, value: float, scale: float) -> Any:

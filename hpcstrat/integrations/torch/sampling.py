@@ -97,8 +97,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         )
         self._batch_size = batch_size
         self._epoch = self._position = 0
-        # True if the program has received some but not all batches of the latest
-        # iteration.
+        # True if the program has received a part of the latest iteration's batches.
         self._is_begun = False
         self._is_known = True
 
@@ -126,15 +125,14 @@ class GlobalBatchSampler(Sampler[list[int]]):
         """Begin an epoch, or continue with an epoch that was restored."""
         loader = _loader_of(sys._getframe(1))
         if self._is_begun:
-            # The program left the epoch early, or a loader with workers calls iter()
-            # twice.
+            # The program left the epoch early, or a loader calls `iter` a second time.
             self.ended()
         counts = not isinstance(loader, _Loader)
         rows, strategy = self._rows, self.distribute_strategy
         if loader is not None and loader.collate_fn is default_collate:
             self._require_rows()
         self._is_known = not (counts and loader is not None and loader.num_workers)
-        # The header compares everything that determines which rows replicas read.
+        # Replicas compare this text, which contains all that determines their rows.
         strategy.collectives.barrier(
             f"iteration over {rows.describe()}, epoch {self._epoch} from row "
             f"{self._position}"
@@ -198,8 +196,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
         ----------
         collate_fn : callable, optional
             Makes a batch from a list of samples; default: PyTorch's function. For a
-            batch without rows, it is called with the first sample, and the row is cut
-            off the result.
+            batch without rows, it is called with the dataset's first sample, and this
+            row is removed from the result.
         **options : object
             Options of `torch.utils.data.DataLoader`, such as ``num_workers``. Start
             workers with ``multiprocessing_context="spawn"`` or ``"forkserver"``: a fork
@@ -228,7 +226,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         Raises
         ------
         ValueError
-            If a DataLoader other than `loader` iterates, with workers that read ahead.
+            If the iteration is by a DataLoader with workers that `loader` did not make.
         """
         if not self._is_known:
             raise ValueError(
@@ -286,8 +284,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
 def _loader_of(caller: FrameType) -> DataLoader[Any] | None:
     """Return the loader that called ``iter(sampler)``, or None if the program did.
 
-    torch has no hook for this: a loader calls ``iter(sampler)`` without an argument,
-    and calls nothing else of the sampler before it reads batches.
+    The caller's stack frame has the loader. torch offers nothing else: a loader calls
+    ``iter(sampler)`` without an argument, and then reads batches.
     """
     if caller.f_globals["__name__"] != DataLoader.__module__:
         return None
@@ -312,7 +310,7 @@ class _Loader(DataLoader[Any]):
 
 
 class _Collate:
-    """Makes batches, even without rows; a worker process uses its own dataset copy."""
+    """Makes batches, even without rows; each worker process has its own dataset."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset = dataset

@@ -23,15 +23,15 @@ _SPARE_BYTES = 64 << 20
 def share_storage(tensor: Any, areas: MappedMemory, num_ranks: int) -> None:
     """Move a tensor's storage to memory that other ranks can map; not collective.
 
-    Does nothing if that is not possible. ``num_ranks`` is the number of ranks of the
-    node that do the same; /dev/shm must have room for the storages of all these ranks.
+    Does nothing if the storage cannot be moved. ``num_ranks`` is the number of ranks of
+    the node that make this call; /dev/shm must have room for the storages of all.
     """
     storage = tensor.untyped_storage()
     address, nbytes = storage.data_ptr(), storage.nbytes()
     if areas.off or areas.offers(address) or tensor.device.type != "cpu":
         return
     if not tensor.is_contiguous() or tensor.nbytes != nbytes:
-        # The storage also has elements that are not in this tensor.
+        # The tensor is only a part of its storage.
         return
     # A storage that NumPy arrays refer to cannot be resized, and must not be moved.
     movable = storage.resizable() and not storage.is_shared()
@@ -46,7 +46,7 @@ def share_storage(tensor: Any, areas: MappedMemory, num_ranks: int) -> None:
 
 
 def _has_room(nbytes: int) -> bool:
-    """Return whether /dev/shm has ample room; writes without room kill the process."""
+    """Return whether /dev/shm has room; a write without room kills the process."""
     try:
         found = os.statvfs(_FOLDER)
     except OSError:

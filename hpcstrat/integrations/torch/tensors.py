@@ -30,8 +30,8 @@ def torchs_stream() -> Iterator[None]:
     """Make calls of hpcstrat use torch's current stream of the GPU.
 
     The function can also be used as a decorator. Without it, hpcstrat's kernels run on
-    CuPy's current stream, for which torch does not wait: torch's kernels would read
-    results, and reuse memory, too early.
+    CuPy's current stream. Torch does not wait for that stream, so torch's kernels could
+    read results, and reuse memory, too early.
     """
     if not (library.is_loaded() and torch.cuda.is_initialized()):
         yield

@@ -22,7 +22,7 @@ def write_torch(
 
 
 def read_torch(path: str) -> dict[str, Array]:
-    """Return the tensors of a file by name; names in nested dicts are ``a/b``."""
+    """Return a file's tensors by name; tensor ``b`` of a dict ``a`` is ``a/b``."""
     try:
         saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except RuntimeError:

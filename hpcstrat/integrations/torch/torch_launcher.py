@@ -19,10 +19,10 @@ __all__ = ["replace_backend"]
 
 
 def replace_backend(name: str) -> None:
-    """Use the backend ``hpcstrat`` in place of another in all groups made from now on.
+    """Replace the backend ``name`` by ``hpcstrat`` in all groups that are made later.
 
-    ``hpcstrat`` also replaces a missing backend, and a list that contains ``name``,
-    such as ``cpu:gloo,cuda:nccl``.
+    ``hpcstrat`` is also used if the program names no backend, and if it names a list
+    that contains ``name``, such as ``cpu:gloo,cuda:nccl``.
     """
     from torch.distributed import distributed_c10d
 

@@ -27,7 +27,7 @@ _End = Callable[[], Any]
 
 
 def done(result: Any) -> Any:
-    """Return a ``Work`` object of a completed call, which C++ uses without Python."""
+    """Return the ``Work`` object of a completed call; C++ can use it without Python."""
     future = torch.futures.Future()
     future.set_result(result)
     return _create_work_from_future(future)
@@ -41,7 +41,7 @@ class TransferWork(dist.Work):
         self._transfer, self._host, self._tensors = transfer, host, tensors
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait until the message is complete; the group's own timeout applies."""
+        """Wait until the message is complete, or until the group's own timeout."""
         self._transfer.wait()
         with torch.no_grad():
             self._host.written()
@@ -93,7 +93,7 @@ class _PostponedWork(dist.Work):
         self.future = torch.futures.Future()
 
     def wait(self, timeout: Any = None) -> bool:
-        """Make all postponed calls; the group's own timeout applies."""
+        """Make all postponed calls, also this one; the group's own timeout applies."""
         self._end()
         self.future.wait()
         return True
@@ -114,9 +114,9 @@ class Postponed:
 
     DDP makes a call whenever a bucket of gradients is complete. If each call waited for
     its result, all ranks would wait for the latest rank at every bucket, without
-    computing. So between workers each call is started immediately, and continues during
-    the backward pass. Inside a worker calls cannot continue in the background, so all
-    calls are made at the end, in order.
+    computing. So between workers, and with NCCL, each call is started immediately, and
+    continues during the backward pass. Other calls cannot continue in the background:
+    they are made at the end, in order.
     """
 
     def __init__(self) -> None:
@@ -127,13 +127,13 @@ class Postponed:
 
     @staticmethod
     def possible() -> bool:
-        """Return whether C++ makes this call, in a hook within a backward pass.
+        """Return whether C++ code makes the current call, in a hook of a backward pass.
 
         Only calls from C++ can be postponed: Python may wait for its call inside the
         hook, but DDP's C++ waits in callbacks at the end. C++ and Python call the same
         methods with the same arguments, and torch has no flag that distinguishes them.
-        The stack shows it: if Python makes the call, a Python frame lies between the
-        frame of autograd's engine and this frame.
+        The stack does: if Python makes the call, a Python frame lies between the frame
+        of autograd's engine and this frame.
         """
         if not _KEEPS_WORK or torch._C._current_autograd_node() is None:
             return False
@@ -152,8 +152,8 @@ class Postponed:
         ``start``, if given, starts the call, and returns a function that completes it,
         or None if the call cannot be started.
         """
-        # Queue a callback for each call, because after an error the engine drops its
-        # callbacks.
+        # Queue a callback for each call, because after an error the engine drops the
+        # callbacks that were queued before.
         torch.autograd.Variable._execution_engine.queue_callback(self.end)
         work = _PostponedWork(self.end)
         # Do not start this call before an earlier one: all ranks need the same order.
@@ -171,8 +171,8 @@ class Postponed:
                 call, work = self._calls.popleft()
                 work.future.set_result(call().get_future().wait())
         except BaseException as error:
-            # Drop the other postponed calls. The next call's header then differs from
-            # the other ranks' headers, which is an error that names the calls.
+            # Drop the other postponed calls. The header of this rank's next call then
+            # differs from the other ranks', and all ranks raise an error.
             self._calls.clear()
             work.future.set_exception(error)
             raise

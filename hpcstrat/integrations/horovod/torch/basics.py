@@ -1,4 +1,4 @@
-"""Horovod's functions for ranks and sizes, start and end, and built-in libraries."""
+"""Horovod's functions to start and end a program, and to query ranks and features."""
 
 from __future__ import annotations
 
@@ -47,15 +47,16 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
     Collective over ``comm``.
 
-    A second call does nothing. The call makes a strategy; the program may also make
-    other strategies on the same ranks.
+    The first call makes a strategy; a second call does nothing. The program may also
+    make other strategies on the same ranks.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm, optional
-        The ranks; default: all ranks of the job.
+        The ranks that take part; default: all ranks of the job.
     process_sets : object, optional
-        Not supported, because every call needs all ranks; raises NotImplementedError.
+        Must be empty; any process set raises NotImplementedError, because every call
+        needs all ranks.
 
     Examples
     --------
@@ -87,7 +88,7 @@ def shutdown() -> None:
 
 
 def submissions() -> Submissions:
-    """Return the object that keeps this rank's requests; ValueError before `init`."""
+    """Return this rank's `Submissions`; raise ValueError before `init`."""
     if _submissions is None:
         raise ValueError("Horovod has not been initialized; use hvd.init().")
     return _submissions
@@ -103,7 +104,7 @@ def _topology() -> Any:
 
 
 def rank() -> int:
-    """Return the number of this rank."""
+    """Return this rank's number among all ranks."""
     return _topology().replica_id
 
 
@@ -123,7 +124,7 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return the number of this node."""
+    """Return this node's number among all nodes."""
     return _topology().worker_id
 
 
@@ -133,7 +134,7 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Return whether all nodes have equally many ranks, which a strategy requires."""
+    """Return whether all nodes have equally many ranks."""
     return local_size() * cross_size() == size()
 
 
@@ -144,7 +145,7 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Return True, because messages are sent by MPI, or through shared memory."""
+    """Return True, because hpcstrat runs on MPI."""
     return True
 
 
@@ -152,7 +153,7 @@ mpi_built = mpi_enabled
 
 
 def gloo_enabled() -> bool:
-    """Return False, because Gloo, NCCL and Horovod's other libraries are not used."""
+    """Return False: hpcstrat is not built with Gloo, NCCL or other such libraries."""
     return False
 
 
@@ -169,7 +170,7 @@ class ProcessSet:
             _refuse_process_sets(ranks)
 
     def included(self) -> bool:
-        """Return whether this rank takes part."""
+        """Return True, because every rank takes part."""
         return True
 
     size = staticmethod(size)

@@ -1,4 +1,4 @@
-"""Compression of gradients in messages."""
+"""Compression of tensors before they are sent to other ranks."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class _NoCompression:
 
 
 class _HalfCompression:
-    """Sends floating-point numbers as float16."""
+    """Sends floating-point tensors as float16, and other tensors unchanged."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the tensor in float16, and its type as context."""
+        """Return the tensor as float16, and its original type as context."""
         # Integers, such as counts, must stay exact.
         wire = tensor.half() if tensor.is_floating_point() else tensor
         return wire, tensor.dtype
@@ -40,7 +40,7 @@ class _HalfCompression:
 
 
 class Compression:
-    """Classes for ``compression``; another class with the same methods also works."""
+    """Values of the argument ``compression``; any class with their methods works."""
 
     none = _NoCompression
     fp16 = _HalfCompression

@@ -48,10 +48,9 @@ class _DistributedOptimizer:
         self._op, self._predivide = options["op"], options["predivide"]
         self._sparse_as_dense = options["sparse_as_dense"]
         self._parameter_names: dict[torch.Tensor, str] = {}
-        # Number of backwards that have added to each parameter's gradient.
+        # Number of backward passes that have added to each parameter's gradient.
         self._passes: dict[torch.Tensor, int] = {}
-        # For each parameter, a function that waits for its combined gradient and stores
-        # it.
+        # For each parameter, the function that waits for its combined gradient.
         self._finishes: dict[torch.Tensor, Callable[[], None]] = {}
         self._synchronized, self._synchronizes = False, True
         self._hook(None if named is None else {p: name for name, p in named.items()})
@@ -79,17 +78,17 @@ class _DistributedOptimizer:
                         parameter.register_post_accumulate_grad_hook(reach)
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        """Add a group of parameters, and hooks to them; every rank must do so."""
+        """Add a group of parameters, which must be the same on all ranks."""
         super().add_param_group(group)  # type: ignore[misc]
         self._hook()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set the number of backwards that add to a gradient before it is reduced."""
+        """Set the number of backward passes before a gradient is reduced."""
         self.backward_passes_per_step = passes
         self._passes.clear()
 
     def _reach(self, parameter: torch.Tensor) -> None:
-        """Count a backward; after the last one before a step, submit the gradient."""
+        """Count a parameter's backward pass; after the last, submit its gradient."""
         if parameter in self._finishes:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times "
@@ -102,7 +101,7 @@ class _DistributedOptimizer:
 
     def _submit(self, parameter: torch.Tensor) -> None:
         if parameter.grad is None:
-            # Submit zeros, because another rank may have used this parameter.
+            # Another rank may have used this parameter, and waits for this rank's part.
             parameter.grad = torch.zeros_like(parameter)
         gradient, name = parameter.grad, self._parameter_names[parameter]
         sparse = gradient.is_sparse
@@ -135,12 +134,11 @@ class _DistributedOptimizer:
     def synchronize(self) -> None:
         """Wait for the combined gradients of all ranks; collective over the ranks."""
         for parameter in self._parameter_names:
-            # A rank whose loss does not use a parameter submits zeros for it.
+            # This rank's loss does not use the parameter: submit its gradient as zeros.
             if parameter.requires_grad and parameter not in self._finishes:
                 self._submit(parameter)
         try:
-            # All gradients are submitted before the first wait, which therefore reduces
-            # all of them together.
+            # All gradients are submitted now, so the first wait reduces them together.
             for finish in self._finishes.values():
                 finish()
         finally:
@@ -184,7 +182,7 @@ class _DistributedOptimizer:
         super().zero_grad(*args, **options)  # type: ignore[misc]
 
     def load_state_dict(self, *args: Any, **options: Any) -> None:
-        """Load a state, and forget the backwards that were counted before."""
+        """Load a state, and reset the counts of backward passes."""
         self._finishes.clear()
         self._passes.clear()
         self._synchronized, self._synchronizes = False, True
@@ -250,11 +248,12 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and order
     compression : object
         ``hvd.Compression.none`` or ``fp16``, or a class with the same two methods.
     backward_passes_per_step : int
-        Number of backwards that add to a gradient before it is reduced.
+        Number of backward passes that add to a gradient before it is reduced.
     op : operation
-        ``hvd.Average``, ``hvd.Sum`` or another operation.
+        ``hvd.Average``, ``hvd.Sum``, ``hvd.Min``, ``hvd.Max`` or ``hvd.Product``.
     gradient_predivide_factor : float
-        Number by which gradients are divided before the sum, and multiplied after it.
+        Gradients are divided by this number before the sum, and multiplied by it after
+        the sum.
     num_groups, groups : object, optional
         Not used: all gradients are reduced together.
     sparse_as_dense : bool
@@ -262,7 +261,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and order
         of all ranks are gathered; a parameter's gradient must then be sparse on all
         ranks or on none.
     process_set : object, optional
-        Must be the global process set; NotImplementedError for any other.
+        Must be the global process set; any other raises NotImplementedError.
 
     Returns
     -------

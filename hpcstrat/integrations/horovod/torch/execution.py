@@ -1,7 +1,8 @@
-"""Functions that make the calls that all ranks have requested, several in one call.
+"""Functions that carry out requests of one kind, which all ranks have submitted.
 
 Each function is collective over the ranks, which have already compared the requests.
-``batch`` and the returned list have one element for each request.
+``batch`` and the returned list have one element for each request. Where possible, one
+collective call serves all requests of the batch.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _scale(tensor: torch.Tensor, factor: float) -> None:
 
 
 def all_reduce(job: Submissions, batch: list[list[Reduced]]) -> list[Any]:
-    """Reduce tensors in place, with one call for all sums, and one for all averages."""
+    """Reduce tensors in place: all sums in one call, and all averages in another."""
     everything = [one for some in batch for one in some]
     arrays: dict[ReduceOp, list[Array]] = {ReduceOp.SUM: [], ReduceOp.MEAN: []}
     for one in everything:
@@ -84,23 +85,22 @@ def all_reduce(job: Submissions, batch: list[list[Reduced]]) -> list[Any]:
 
 def _rows_of_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the rows of a tensor as bytes, so that rows of any type can be sent."""
-    # torch may only mark a tensor as conjugate or negative; its bytes are then not the
-    # values, so resolve these marks.
+    # For a conjugate or negated tensor torch may keep the original bytes and a mark.
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # A contiguous tensor may have any stride along a dimension of length one.
+    # Set the stride, which may be any number along a dimension of length 1.
     flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
     width = math.prod(plain.shape[1:]) * plain.itemsize
     return flat.view(len(plain) if plain.dim() else 1, width)
 
 
 def _from_bytes(rows: torch.Tensor, like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Convert rows of bytes to a tensor of this shape and of the type of ``like``."""
+    """Convert rows of bytes to a tensor of shape ``shape`` and of ``like``'s type."""
     flat = rows.as_strided((rows.numel(),), (1,))
     return flat.view(like.dtype).view(shape)
 
 
 def all_gather(job: Submissions, batch: list[list[torch.Tensor]]) -> list[Any]:
-    """Concatenate all ranks' rows; ranks may have different numbers of rows."""
+    """Return for each tensor all ranks' rows, concatenated; row counts may differ."""
     tensors = [tensor for one in batch for tensor in one]
     arrays = [memory_of(_rows_of_bytes(tensor)) for tensor in tensors]
     gathered = iter(job.collectives.all_gather(arrays, 0, "allgather"))
@@ -130,7 +130,7 @@ def broadcast(
 def all_to_all(
     job: Submissions, batch: list[tuple[torch.Tensor, list[int]]]
 ) -> list[Any]:
-    """Send rows to each rank; return the received rows, and how many each rank sent."""
+    """Send rows to each rank; return pairs: received rows, and a count by sender."""
     own = np.array([splits for _, splits in batch])
     size = job.collectives.size
     table = np.empty((size, *own.shape), own.dtype)
@@ -158,7 +158,7 @@ def _cut(array: Array, lengths: list[int]) -> list[Array]:
 
 
 def reduce_scatter(job: Submissions, batch: list[list[Reduced]]) -> list[Any]:
-    """Reduce tensors; each rank gets its own part of the rows."""
+    """Reduce tensors; return only this rank's part of the rows of each result."""
     return [[_scattered(job, one) for one in some] for some in batch]
 
 
@@ -185,7 +185,7 @@ def _scattered(job: Submissions, one: Reduced) -> torch.Tensor:
 
 
 def broadcast_objects(job: Submissions, batch: list[tuple[Any, int]]) -> list[Any]:
-    """Return for each request the root's object, on all ranks."""
+    """Return the root's object of each request, on all ranks."""
     return [
         job.collectives.broadcast_object(value, root, "broadcast_object")
         for value, root in batch
@@ -193,7 +193,7 @@ def broadcast_objects(job: Submissions, batch: list[tuple[Any, int]]) -> list[An
 
 
 def all_gather_objects(job: Submissions, batch: list[Any]) -> list[Any]:
-    """Return the objects of all ranks on all ranks."""
+    """Return for each request a list of all ranks' objects, on all ranks."""
     return [
         job.collectives.all_gather_object(value, "allgather_object") for value in batch
     ]

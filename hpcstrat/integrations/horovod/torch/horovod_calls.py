@@ -1,9 +1,9 @@
 """Horovod's calls on tensors and objects, with their gradients.
 
-Calls whose name ends in ``async`` are not collective: they submit a request, and return
-a handle. All other calls, including `synchronize`, are collective over all ranks.
-`poll` is collective from the second poll of a handle on. Ranks may submit requests in
-different orders, because requests are compared by name.
+Calls whose name contains ``async`` are not collective: they submit a request, and
+return a handle. All other calls, including `synchronize`, are collective over all
+ranks; `poll` is collective from the second poll of a handle on. Ranks may submit
+requests in different orders, because the ranks match requests by name.
 """
 
 from __future__ import annotations
@@ -86,17 +86,17 @@ def require_known(op: Operation | None) -> Operation:
 
 
 def synchronize(handle: Submission) -> Any:
-    """Wait until a call is complete, and return its result.
+    """Wait until a request is carried out, and return its result.
 
     Collective over all ranks.
 
-    Calls are made here: all waiting ranks compare the names of their requests, and make
-    the calls that all ranks have submitted, in the same order.
+    Requests are carried out here: the waiting ranks compare the names of their
+    requests, and carry out those that all ranks have submitted, in the same order.
 
     Parameters
     ----------
     handle : handle
-        The result of a call whose name ends in ``async``.
+        The result of a call whose name contains ``async``.
 
     Returns
     -------
@@ -115,18 +115,19 @@ def synchronize(handle: Submission) -> Any:
 
 
 def poll(handle: Submission) -> bool:
-    """Return whether a call is complete.
+    """Return whether a request is carried out.
 
-    Not collective the first time; collective over all ranks from the second time on.
+    Not collective at the first poll of a handle; collective over all ranks from the
+    second poll on.
 
-    Calls are made only by ranks that wait, and never while a program computes. So a
-    second poll waits until the other ranks wait or poll, too. Without this wait, a
-    program that only polls would never end.
+    Requests are carried out only when all ranks wait or poll, and never while a program
+    computes. So a second poll waits until the other ranks wait or poll, too. Without
+    this wait, a program that only polls would never end.
 
     Parameters
     ----------
     handle : handle
-        The result of a call whose name ends in ``async``.
+        The result of a call whose name contains ``async``.
 
     Returns
     -------
@@ -203,7 +204,7 @@ def _submit_reduction(
     conclude: Any,
     in_place: bool = False,
 ) -> Submission:
-    """Submit a request for an allreduce, also in place, or for a reduce-scatter."""
+    """Submit a request for an allreduce or a reduce-scatter of tensors."""
     require_all_ranks(process_set)
     op, scatters = require_known(op), kind.endswith("reducescatter")
     words = f"{op.name} of {_described(tensors)}"
@@ -372,8 +373,7 @@ def _allgather(
 
     def gradient(*gradients: Any) -> Any:
         means = grouped_allreduce(gradients)
-        # This rank's rows begin after the rows of earlier ranks, which may have
-        # different numbers of rows.
+        # This rank's rows begin after the rows of earlier ranks, whose numbers vary.
         lengths = allgather(torch.tensor([[len(tensor) for tensor in tensors]]))
         starts = lengths[: rank()].sum(0).tolist()
         return [
@@ -394,14 +394,14 @@ def allgather(
 def grouped_allgather(
     tensors: _Tensors, name: str | None = None, process_set: Any = _ALL
 ) -> list[torch.Tensor]:
-    """Return the concatenated rows of all ranks, for several tensors at a time."""
+    """Return for each of several tensors the rows of all ranks, concatenated."""
     return _allgather("grouped_allgather", tensors, name, process_set)
 
 
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str, op: Operation, process_set: Any = _ALL
 ) -> Callable[[], torch.Tensor]:
-    """Submit a sparse tensor; return a function that waits for the sum or average."""
+    """Submit a sum or average of sparse tensors; return a function to wait for it."""
     require_known(op)
     indices = tensor._indices().t().contiguous()
     parts = [
@@ -490,7 +490,7 @@ def grouped_reducescatter(  # noqa: PLR0917
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Return this rank's rows of each of the reduced tensors."""
+    """Return this rank's rows of each reduced tensor."""
     options = name, op, process_set, prescale_factor, postscale_factor
     return _reducescatter("grouped_reducescatter", tensors, compression, *options)
 
@@ -521,7 +521,7 @@ def alltoall_async(
 
 
 def _lengths(tensor: torch.Tensor, splits: Any) -> tuple[list[int], Any]:
-    """Return the number of rows to send to each rank, and the type of these numbers."""
+    """Return the number of rows to send to each rank, and the dtype for such counts."""
     chosen = torch.as_tensor([] if splits is None else splits)
     kind = torch.int32 if splits is None or isinstance(splits, list) else chosen.dtype
     if not chosen.numel():
@@ -639,7 +639,7 @@ def broadcast(
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: Any = _ALL
 ) -> Any:
-    """Return the root's object, which may be any object that pickle supports."""
+    """Return the root's object, of any type that pickle supports, on all ranks."""
     require_all_ranks(process_set)
     words, move = f"from rank {_valid(root_rank)}", execution.broadcast_objects
     job, payload = submissions(), (obj, root_rank)
@@ -647,7 +647,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Return the objects of all ranks."""
+    """Return a list of all ranks' objects, by rank."""
     job, move = submissions(), execution.all_gather_objects
     return job.wait(job.submit("allgather_object", name, "", move, obj))
 

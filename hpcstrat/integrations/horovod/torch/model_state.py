@@ -23,7 +23,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     elif isinstance(params, (str, torch.Tensor)) or not hasattr(params, "__iter__"):
         raise ValueError(f"invalid params of type: {type(params)}")
     named = [each if isinstance(each, tuple) else (None, each) for each in params]
-    # Submit all tensors before the first wait, so that they are sent in few messages.
+    # Submit all tensors before the first wait, so that one call broadcasts them all.
     handles = [broadcast_async_(tensor, root_rank, name) for name, tensor in named]
     for handle in handles:
         synchronize(handle)
@@ -38,8 +38,8 @@ def broadcast_optimizer_state(
 
     Collective over all ranks.
 
-    Unlike Horovod's function, this function does not make a step if there is no state
-    yet, because with weight decay a step would change weights.
+    If the optimizer has no state yet, Horovod's function makes a step. This function
+    does not, because with weight decay a step would change weights.
 
     Parameters
     ----------
@@ -54,8 +54,8 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     if not optimizer.state:
-        # Horovod's function makes a step with zero gradients, and the program then
-        # finds these gradients: make zero gradients here, too.
+        # Horovod's function sets gradients to zeros for its step, and leaves them: a
+        # program may rely on finding zeros instead of None.
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad and parameter.grad is None:
@@ -65,7 +65,7 @@ def broadcast_optimizer_state(
     if rank() != root_rank:
         groups = optimizer.param_groups
         optimizer.load_state_dict(state)
-        # Keep the existing dicts, because schedulers refer to them.
+        # Keep the existing group dicts, because schedulers refer to them.
         for group, loaded in zip(groups, optimizer.param_groups, strict=True):
             group.update(loaded)
         optimizer.param_groups = groups

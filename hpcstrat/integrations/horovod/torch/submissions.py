@@ -1,8 +1,8 @@
 """Requests for collective calls, which each rank may submit in its own order.
 
-Ranks that wait for a request join a collective call. In this call the ranks compare
-their requests by name, and make the calls that all ranks have submitted, in the same
-order. No call is made while the program computes.
+A rank that waits for a request enters a collective call. In this call the ranks compare
+their requests by name, and carry out the requests that all ranks have submitted, in the
+same order on every rank. No request is carried out while the program computes.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ _DUPLICATE = (
     "tensor, use a different tensor name."
 )
 _SHUT_DOWN = "Horovod has been shut down before all ranks had submitted {!r}."
-# A rank's report to the other ranks: the details of its requests, the name of the
-# request that it waits for, whether it only polls, and its count of unnamed calls.
+# A rank's report to the other ranks: the details of its requests by name, the name of
+# the request that it waits for, whether it only polls, and its counts of unnamed calls.
 _Told = tuple[dict[str, str], str, bool, Counter[str]]
-# Makes one combined call for some requests; returns the result of each request.
+# A function that carries out requests, given their payloads, and returns the results.
 _CarryOut = Callable[["Submissions", list[Any]], list[Any]]
 
 
 @dataclass(eq=False)
 class Submission:
-    """A request that this rank has submitted; the program gets it as a handle."""
+    """A request that this rank has submitted; the program receives it as a handle."""
 
     name: str
-    # Description of the call, which must be equal on all ranks.
+    # Operation, dtypes and shapes as text, which must be equal on all ranks.
     details: str
     carry_out: _CarryOut
     # This request's element in the list that is passed to `carry_out`.
     payload: Any
-    # Requests with the same `carry_out` and the same key are combined in one call.
+    # Requests with the same `carry_out` and the same key are carried out together.
     key: str
-    # Converts the call's result to the result for the program.
+    # Converts the result that `carry_out` returned to the result for the program.
     conclude: Callable[[Any], Any]
     done: bool = False
     result: Any = None
     error: Exception | None = None
-    # Time at which the program polled this request first.
+    # Time of the program's first poll of this request.
     polled_since: float | None = None
 
     @property
     def order(self) -> tuple[str, str, str]:
-        """Sort key: requests that are combined in one call get adjacent places."""
+        """Sort key: requests that are carried out together become neighbors."""
         return self.carry_out.__name__, self.key, self.name
 
     def finish(self, result: Any = None, error: Exception | None = None) -> None:
@@ -106,7 +106,7 @@ class Submissions:
         return request
 
     def wait(self, request: Submission) -> Any:
-        """Return the result of a request; collective over all ranks that wait."""
+        """Wait for a request, and return its result; collective over all ranks."""
         while not request.done:
             self._meet(request, polls=False)
         if request.error is not None:
@@ -114,11 +114,7 @@ class Submissions:
         return request.conclude(request.result)
 
     def poll(self, request: Submission) -> bool:
-        """Return whether a request is done.
-
-        The second and later polls of a request wait for the other ranks, so that a
-        program that only polls makes progress.
-        """
+        """Return whether a request is done; a second poll waits for the other ranks."""
         if not request.done:
             if request.polled_since is None:
                 request.polled_since = time.monotonic()
@@ -127,7 +123,7 @@ class Submissions:
         return request.done
 
     def close(self) -> None:
-        """End all requests with errors that later waits raise; close the strategy."""
+        """Close the strategy; a later wait for a pending request raises an error."""
         for request in self._pending.values():
             request.finish(error=CollectiveError(_SHUT_DOWN.format(request.name)))
         self._pending.clear()
@@ -138,10 +134,10 @@ class Submissions:
         self.collectives.call(_MEETING, self._advance, request, polls)
 
     def _advance(self, awaited: Submission, polls: bool) -> None:
-        """Make the calls that all ranks have submitted."""
+        """Carry out the requests that all ranks have submitted."""
         names = self._common(awaited, polls)
-        # Sort the requests, because each rank has submitted in its own order, but all
-        # ranks must make the calls in the same order.
+        # Each rank has submitted in its own order, but all ranks must carry out the
+        # requests in the same order, to avoid a deadlock.
         requests = sorted((self._pending[n] for n in names), key=lambda r: r.order)
         for _, some in groupby(requests, key=lambda r: r.order[:2]):
             batch = list(some)
@@ -160,12 +156,12 @@ class Submissions:
             del self._pending[request.name]
 
     def _common(self, awaited: Submission, polls: bool) -> list[str]:
-        """Return the names of the requests that all ranks have, with equal details."""
+        """Return the names of requests that have equal details on all ranks."""
         channel: Any = self.collectives.channel
         if channel is None:
             return list(self._pending)
-        # All ranks enter the same call; its text shows which request this rank waits
-        # for.
+        # Ranks compare the call's digest, not its text. In errors, the text shows which
+        # request each rank waits for.
         call = describe_call(_MEETING)
         call = replace(call, text=f"hvd.synchronize of {awaited.name!r}")
         channel.agree(call, self.collectives.timeout_seconds)
@@ -193,7 +189,7 @@ class Submissions:
         return time.monotonic() - (polled.polled_since or 0) > limit
 
     def _compared(self, told: list[_Told]) -> list[str]:
-        """Return names of requests that are equal on all ranks; end unequal ones."""
+        """Return names of requests that are equal on all ranks; fail unequal ones."""
         everyone = [one[0] for one in told]
         common = [n for n in everyone[0] if all(n in one for one in everyone)]
         agreed = []
@@ -204,9 +200,9 @@ class Submissions:
                 self._end([self._pending[name]], _mismatch(name, everyone))
         awaited = {one[1] for one in told}
         if not awaited & {*common} and not any(one[2] for one in told):
-            # No rank can get the result for which it waits, and waiting ranks submit
-            # nothing more: a deadlock. From now on all ranks number unnamed calls from
-            # the same count.
+            # Each rank waits for a request that another rank has not submitted, and
+            # waiting ranks submit nothing more: a deadlock. Set equal counts on all
+            # ranks, so that the names of later unnamed calls match.
             self._unnamed = functools.reduce(Counter.__or__, [one[3] for one in told])
             stuck = [self._pending[name] for name in awaited & {*self._pending}]
             self._end(stuck, _deadlock(told))
@@ -214,7 +210,7 @@ class Submissions:
 
 
 def _mismatch(name: str, everyone: list[dict[str, str]]) -> CollectiveError:
-    """Return an error that shows the different requests of ranks under one name."""
+    """Return an error that shows the ranks' different requests under one name."""
     ranks: dict[str, list[int]] = {}
     for rank, submitted in enumerate(everyone):
         ranks.setdefault(submitted[name], []).append(rank)
@@ -229,7 +225,7 @@ def _mismatch(name: str, everyone: list[dict[str, str]]) -> CollectiveError:
 
 
 def _deadlock(told: list[_Told]) -> CollectiveError:
-    """Return an error with all awaited names, and the ranks that lack each name."""
+    """Return an error with the awaited names, and for each the ranks that lack it."""
     waiting: dict[str, list[int]] = {}
     for rank, one in enumerate(told):
         waiting.setdefault(one[1], []).append(rank)

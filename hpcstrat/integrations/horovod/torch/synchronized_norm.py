@@ -13,7 +13,8 @@ __all__ = ["SyncBatchNorm"]
 class SyncBatchNorm(batch_norm.SyncBatchNorm):
     """Batch normalization with the mean and variance of all ranks' rows, also on CPUs.
 
-    In training, calling the layer is collective over all ranks.
+    In training, and in evaluation without running statistics, calling the layer is
+    collective over all ranks.
     """
 
     @property
