@@ -30,7 +30,6 @@ from hpcstrat.variables.aggregation_rules import rule_of
 from hpcstrat.variables.variable import Variable, apply_into, view_of
 
 _NONE = VariableAggregation.NONE
-_SUM = VariableAggregation.SUM
 
 _CROSS, _REPLICA, _UPDATE = "cross", "replica", "update"
 _ALONE = ObjectCollectives(None)
@@ -355,14 +354,11 @@ class SyncOnReadVariable(DistributedVariable):
                 f"expected one value in {method} of variable {self.name!r} in "
                 "cross-replica context, found a PerReplica; assign inside strategy.run"
             )
-        adds = method != "assign"
-        if self.aggregation is _NONE or (adds and self.aggregation is _SUM):
+        rule = rule_of(self.aggregation)
+        if rule is None or (rule.divides and method != "assign"):
             advice = "update each replica's part inside strategy.run"
-            if self.aggregation is _SUM:
-                advice = (
-                    "assign the new total, or inside strategy.run add each replica's "
-                    "own part of what is added in all"
-                )
+            if rule is not None:
+                advice = f"assign the new {self.aggregation.name.lower()}, or {advice}"
             raise ValueError(
                 f"expected another aggregation for {method} of SyncOnRead variable "
                 f"{self.name!r} in cross-replica context, found "
@@ -370,9 +366,7 @@ class SyncOnReadVariable(DistributedVariable):
                 f"defined; {advice}"
             )
         array = self._converted(method, value)
-        rule, count = rule_of(self.aggregation), self._strategy.num_replicas_in_sync
-        assert rule is not None
-        replicas = self._strategy.local_replicas
+        count, replicas = self._strategy.num_replicas_in_sync, self._strategy.local_replicas
         for replica, component in zip(replicas, self._components, strict=True):
             apply_into(component, method, rule.part(array, count, replica))
         return array

@@ -20,7 +20,7 @@ from hpcstrat.engine.gpu import transfers
 from hpcstrat.errors import CheckpointError
 from tests.folders import listed
 from tests.gpu.held import counted_waits, held_stream, on_host
-from tests.mpi.ranks.aggregations import combined, signs
+from tests.mpi.ranks.aggregations import combined, part_of, signs
 from tests.mpi.ranks.saved import KINDS, POLICIES
 
 pytestmark = pytest.mark.gpu
@@ -369,7 +369,7 @@ def test_every_kind_comes_back_on_any_number_of_replicas(
             for kind in KINDS[:-1]:
                 x = _variable(strategy, np.full((2, 3), 99.0), kind)
                 assert hs.CheckpointManager(path, x=x).restore() == saved
-                part = value / restoring if kind == "sum" else value
+                part = part_of(kind, value, restoring, strategy.replica_id)
                 np.testing.assert_allclose(on_host(x.component), part, rtol=1e-12)
         job.Barrier()
 

@@ -219,7 +219,12 @@ class SlabCache:
             with self._lock:
                 found = self._kept.get(key)
             if found is None:
-                found = load()
+                try:
+                    found = load()
+                except BaseException:
+                    with self._lock:
+                        self._loading.pop(key, None)
+                    raise
                 self._keep(key, found)
         return found
 
@@ -299,7 +304,7 @@ class PaddedColumn:
 
     def __init__(self, column: Column, num_rows: int, value: Any) -> None:
         self._column = column
-        self._value = value
+        self.value = value
         self.how = column.how
         self.num_rows = num_rows
         self.shape, self.dtype = column.shape, column.dtype
@@ -308,10 +313,10 @@ class PaddedColumn:
         count = int(np.searchsorted(rows, self._column.num_rows))
         if places is None:
             self._column.read(rows[:count], out[:count])
-            out[count:] = self._value
+            out[count:] = self.value
         else:
             self._column.read(rows[:count], out, places[:count])
-            out[places[count:]] = self._value
+            out[places[count:]] = self.value
 
 
 class DecodedColumn:

@@ -122,7 +122,8 @@ def decoded(column: Column, dataset: Any) -> Column:
     """Return a column of scaled values, with NaN for missing or invalid values.
 
     Integers of up to 16 bits become float32, larger ones float64. A dataset without
-    fill value, valid range, scale or offset keeps its values.
+    fill value, valid range, scale or offset keeps its values; but rows that `padded`
+    has added to floats become NaN.
     """
     fill, missing = _scalar(dataset, "_FillValue"), dataset.attrs.get("missing_value")
     scale, offset = _scalar(dataset, "scale_factor"), _scalar(dataset, "add_offset")
@@ -130,10 +131,12 @@ def decoded(column: Column, dataset: Any) -> Column:
     valid = dataset.attrs.get("valid_range")
     if valid is not None and np.size(valid) == 2:
         least, most = np.asarray(valid).reshape(-1)
+    stored = _stored_type(dataset)
+    if fill is None and stored.kind == "f" and isinstance(column, PaddedColumn):
+        fill = column.value
     gone = [
         value for value in (fill, *np.atleast_1d(missing or [])) if value is not None
     ]
-    stored = _stored_type(dataset)
     is_scaled = scale is not None or offset is not None
     if not (gone or is_scaled or least is not None or most is not None):
         if stored == column.dtype:

@@ -24,7 +24,7 @@ PIECE_BYTES = 1 << 20
 """Size of the pieces of an array; the fastest in sums of 64 MiB on two ranks."""
 
 EAGER_BYTES = 48 << 10
-"""Size of messages that MPI sends at once, without an answer of the receiver.
+"""Size of messages that MPI sends without waiting for an answer of the receiver.
 
 Over TCP, MPI sends a message of more than 64 KiB only after the receiver has answered,
 and this answer waits in the queue behind the data of other messages.

@@ -81,11 +81,11 @@ def select(nbytes: int, topology: Topology, options: CommunicationOptions) -> Ch
         room = room_bytes(topology.num_workers, narrows=narrows)
         most = min(room, GATHERED_BYTES // each)
         return replace(choice, small=nbytes <= most)
-    choice = shared_memory(nbytes, topology, options)
-    # With the default piece size, this is true for all calls of up to MOST_DIRECT_RANKS
-    # ranks, so that their values are added in replica order.
-    if choice.small or nbytes >= topology.worker_comm.size * FROM_BYTES_PER_RANK:
-        return choice
+    # The values of up to MOST_DIRECT_RANKS ranks are always added in replica order, which
+    # the MPI library does not promise.
+    ranks = topology.worker_comm.size
+    if ranks <= MOST_DIRECT_RANKS or nbytes >= ranks * FROM_BYTES_PER_RANK:
+        return shared_memory(nbytes, topology, options)
     return by_mpi(nbytes, topology, options)
 
 

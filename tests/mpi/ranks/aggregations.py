@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 AGGREGATIONS = ("none", "sum", "mean", "only_first_replica")
+# Those with which each replica has a part of the value, not the whole value.
+DIVIDED = ("sum",)
 
 _UNORDERED = "scatter_min", "scatter_max", "scatter_update"
 # For each aggregation that combines values: the methods of variables that it refuses.
@@ -29,6 +31,16 @@ def combined(aggregation: str, parts: Sequence[Any]) -> Any:
         return rows.mean(axis=0, dtype=rows.dtype)
     assert aggregation == "only_first_replica", "add the value that NumPy computes"
     return rows[0]
+
+
+def part_of(aggregation: str, value: Any, count: int, replica: int) -> Any:
+    """Return the component that a replica of ``count`` gets of a combined value."""
+    if aggregation not in DIVIDED:
+        return value
+    assert aggregation == "sum", "add the part that NumPy computes"
+    if np.asarray(value).dtype.kind in "fc":
+        return value / count
+    return value // count + (replica < value % count)
 
 
 def signs(*shape: int) -> Any:

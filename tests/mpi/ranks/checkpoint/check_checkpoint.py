@@ -14,7 +14,7 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat.errors import CheckpointError, CollectiveError
-from tests.mpi.ranks.aggregations import combined, signs
+from tests.mpi.ranks.aggregations import DIVIDED, combined, part_of, signs
 from tests.mpi.ranks.saved import KINDS, POLICIES, Counter, fill, make_variable
 
 pytestmark = pytest.mark.files
@@ -41,16 +41,12 @@ def _check_restored(
     """Check this replica's component against the rule for the kind of variable."""
     count, replica = strategy.num_replicas_in_sync, strategy.replica_id
     component = variable.component
-    if kind != "sum":
-        np.testing.assert_allclose(component, value, rtol=tolerance)
-        return
-    if component.dtype.kind == "f":
-        np.testing.assert_allclose(component, value / count, rtol=tolerance)
-        return
-    share = value // count + (replica < value % count)
-    np.testing.assert_array_equal(component, share)
-    with strategy.scope():
-        np.testing.assert_array_equal(variable.numpy(), value)
+    part = part_of(kind, value, count, replica)
+    within = tolerance if component.dtype.kind == "f" else 0
+    np.testing.assert_allclose(component, part, rtol=within)
+    if kind in DIVIDED:
+        with strategy.scope():
+            np.testing.assert_allclose(variable.numpy(), value, rtol=within)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int64"])

@@ -130,7 +130,7 @@ def test_totals_in_cross_replica_context(strategy: Any, job: Any) -> None:
     w = made("sum")
     error = outcome(w.assign_add, TOTAL)
     assert isinstance(error, ValueError)
-    assert "assign the new total, or inside strategy.run" in str(error)
+    assert "assign the new sum, or update each replica's part inside" in str(error)
     w.assign(w.value() + TOTAL)
     np.testing.assert_allclose(w.value(), TOTAL)
     strategy.run(lambda: w.assign_add(part_of(job)))

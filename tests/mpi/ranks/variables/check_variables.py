@@ -12,7 +12,7 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat.variables import read_all, share_of
-from tests.mpi.ranks.aggregations import AGGREGATIONS, REFUSED, combined, signs
+from tests.mpi.ranks.aggregations import AGGREGATIONS, DIVIDED, REFUSED, combined, signs
 from tests.mpi.ranks.made_variables import START, make
 from tests.mpi.ranks.outcomes import (
     assert_only_one_failed,
@@ -157,7 +157,7 @@ def test_on_read_components_are_updated_apart_and_combined_when_read(
 def test_on_read_assignment_in_cross_replica_context(strategy: Any, job: Any) -> None:
     for aggregation, method in itertools.product(AGGREGATIONS, METHODS):
         variable = make(strategy, synchronization="on_read", aggregation=aggregation)
-        if aggregation == "none" or (aggregation == "sum" and method != "assign"):
+        if aggregation == "none" or (aggregation in DIVIDED and method != "assign"):
             error = outcome(getattr(variable, method), START)
             assert type(error) is ValueError
             continue
@@ -378,11 +378,11 @@ def test_many_variables_are_read_in_order(strategy: Any, job: Any) -> None:
             itertools.product(("on_write", "on_read"), AGGREGATIONS)
         )
     ]
-    factors = {"sum": job.size, "none": [[[1]]] * job.size}
     for i, (variable, value) in enumerate(
         zip(variables, read_all(variables), strict=True)
     ):
-        factor: Any = 1
+        expected = i * START
         if variable.synchronization is hs.VariableSynchronization.ON_READ:
-            factor = factors.get(variable.aggregation.name.lower(), 1)
-        np.testing.assert_allclose(value, i * START * np.asarray(factor))
+            name = variable.aggregation.name.lower()
+            expected = combined(name, [expected] * job.size)
+        np.testing.assert_allclose(value, expected)

@@ -285,6 +285,9 @@ def test_slabs_are_loaded_once_and_dropped_when_they_are_too_many() -> None:
     for key in (0, 1, 0, 2, 0, 3, 0, 1):
         assert cache.get(key, lambda: load(key))[0] == key  # noqa: B023
     assert loads == [0, 1, 2, 3, 1]
+    with pytest.raises(ZeroDivisionError):
+        cache.get(5, lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    assert not cache.holds(5)
     assert OpenFiles()._most > 16
 
 
@@ -319,6 +322,7 @@ def test_fields_of_netcdf_are_decoded_as_netcdf4_does(tmp_path: Path) -> None:
         q.scale_factor, q.add_offset, q.valid_min = 0.01, 5.0, np.int16(-100)
         q.missing_value, q.coordinates = np.int16(-998), "lat lon"
         plain = file.createVariable("plain", "f4", ("time", "level"), fill_value=-1.0)
+        unfilled = file.createVariable("unfilled", "f8", ("time",))
         small = file.createVariable("small", "i1", ("time",))
         small._Unsigned = "true"
         for name in ("lat", "lon"):
@@ -329,16 +333,17 @@ def test_fields_of_netcdf_are_decoded_as_netcdf4_does(tmp_path: Path) -> None:
         q[0] = [5, 5.5, 6]
         q[2] = np.ma.masked_array([1, 4.5, 3.0], [0, 1, 0])
         plain[1] = [1, 2, 3]
+        unfilled[:2] = [1, 2]
         small[:] = np.array([1, -1, 3, -3], "i1")
     dataset = Dataset.from_files(path)
-    assert sorted(dataset.element_spec) == ["plain", "q", "small"]
+    assert sorted(dataset.element_spec) == ["plain", "q", "small", "unfilled"]
     (batch,) = dataset.batch(10)
     assert batch["small"].tolist() == [1, 255, 3, 253]
     with netCDF4.Dataset(path) as file:
-        for name in ("q", "plain"):
-            expected = np.ma.filled(file[name][:].astype("f4"), np.nan)
+        for name, dtype in (("q", "f4"), ("plain", "f4"), ("unfilled", "f8")):
+            expected = np.ma.filled(file[name][:].astype(dtype), np.nan)
             np.testing.assert_allclose(batch[name], expected, rtol=1e-6)
-            assert batch[name].dtype == np.float32
+            assert batch[name].dtype == dtype
     (raw,) = Dataset.from_files(path, columns=["q"], decode=False).batch(10)
     assert raw["q"].dtype == np.int16
     assert raw["q"][1].tolist() == [-999] * 3

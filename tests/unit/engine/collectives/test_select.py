@@ -11,7 +11,12 @@ from hpcstrat.cli.main import main
 from hpcstrat.engine.channel.wire_headers import room_bytes
 from hpcstrat.engine.collectives.exchanged import FEW_EXCHANGING
 from hpcstrat.engine.collectives.header_sum import IN_HEADER
-from hpcstrat.engine.collectives.select import imagined, schedule, select
+from hpcstrat.engine.collectives.select import (
+    MOST_DIRECT_RANKS,
+    imagined,
+    schedule,
+    select,
+)
 from hpcstrat.engine.options import CommunicationOptions
 
 MPI = "all-reduce of MPI"
@@ -24,6 +29,14 @@ def test_few_workers_leave_nothing_to_mpi(each: int) -> None:
         assert ways[0] == IN_HEADER
         assert len(ways) == 2
         assert MPI not in ways
+
+
+@pytest.mark.parametrize("bytes_per_pack", [0, 1, 100, 4096])
+def test_few_ranks_of_a_worker_leave_nothing_to_mpi(bytes_per_pack: int) -> None:
+    options = CommunicationOptions(bytes_per_pack=bytes_per_pack)
+    for each in range(2, MOST_DIRECT_RANKS + 1):
+        for nbytes in (1, 100, 3000, 10_000, 1 << 20):
+            assert select(nbytes, imagined(1, each), options).how != MPI
 
 
 def test_ways_begin_at_one_byte_and_follow_each_other() -> None:

@@ -72,7 +72,7 @@ def test_sums_inside_a_worker_are_in_the_order_of_the_replicas(
 def test_all_ways_to_call_add_in_the_same_order(strategy: Any, job: Any) -> None:
     if strategy.topology.num_workers > 1:
         pytest.skip("between workers the MPI library chooses the order")
-    for length in (3, 7_000, 70_000):
+    for length in (3, 700, 7_000, 70_000):
         parts = random_parts(length, job.size, (length,), np.float32)
         own, wanted = parts[job.rank], in_order(parts, "sum")
 
