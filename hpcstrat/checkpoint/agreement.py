@@ -53,13 +53,13 @@ def strategy_of(things: Any) -> Any:
 
 
 def of_all_groups(strategy: Any) -> Any:
-    """Return ``strategy``, or, if it is of one group, the strategy of all replicas."""
+    """Return the strategy of all replicas if ``strategy`` is of a group, or else it."""
     split = getattr(strategy, "split", None)
     return strategy if split is None else split.whole
 
 
 def is_of_group(thing: Any) -> bool:
-    """Return whether each group of replicas has its own copy of a variable."""
+    """Return whether the strategy of ``thing`` is that of one group of replicas."""
     strategy = thing.distribute_strategy
     split = None if strategy is None else strategy.split
     return split is not None and split.part is strategy
@@ -87,7 +87,7 @@ def refuse_torch(name: str, thing: Any) -> None:
 
 
 def require_one_writer(strategy: Strategy, names: Collection[str]) -> None:
-    """Raise RuntimeError if several ranks of this job would write the same files."""
+    """Raise RuntimeError if several ranks or workers would write the same files."""
     # Ask the launcher for the number of ranks: a strategy of one replica starts no MPI.
     size = launch_from_environment().size
     if not strategy.saves_checkpoints:
@@ -141,8 +141,8 @@ def compare_copies(
 def require_same_state(collectives: Any, states: Mapping[str, bytes]) -> None:
     """Raise CollectiveError on every replica if an object's plain state differs.
 
-    ``states`` has the state as text by object. Collective over the strategy's replicas,
-    if ``states`` is not empty.
+    ``states`` has the plain state of each object, as text, by the object's name.
+    Collective over the strategy's replicas, if ``states`` is not empty.
     """
     if not states:
         return
@@ -163,10 +163,10 @@ def require_same_state(collectives: Any, states: Mapping[str, bytes]) -> None:
 
 
 def on_rank_0(strategy: Replicas, what: str, action: Callable[[], Any]) -> Any:
-    """Run an action on replica 0, and return its result on every replica.
+    """Run ``action`` on replica 0, and return its (pickled) result on every replica.
 
-    Collective over the strategy's replicas. The result is pickled. If the action raises
-    an error, every replica raises CheckpointError.
+    Collective over the strategy's replicas. If the action raises an error, every
+    replica raises a CheckpointError with its text.
     """
     # Send an error as its class and text, because some exceptions cannot be pickled.
     outcome: Any = None

@@ -2,7 +2,7 @@
 
 The ways are: one file for all ranks, as in checkpoints, or one file per rank; with or
 without the page cache; in blocks of the smallest size or of a checkpoint's usual size.
-The functions of real saves write and read the files.
+The benchmark writes and reads the files with the functions of real saves.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ __all__ = [
     "together",
 ]
 
-# Shell script: remove the folder $0 when this process closes the pipe, or dies.
+# Shell script: remove the folder $0 when the benchmark closes the pipe, or dies.
 _GUARD = 'trap "" HUP INT TERM; cat > /dev/null; rm -rf -- "$0"'
 
 
 @contextlib.contextmanager
 def scratch(directory: str) -> Iterator[str]:
-    """Yield the path for a new folder in ``directory``; remove the folder at the end.
+    """Yield a new path in ``directory`` for a folder, and remove the folder at the end.
 
     Call this on one rank, before MPI starts. The caller makes the folder. A separate
     process removes it, even if this process is killed.
@@ -99,7 +99,7 @@ def together(group: Writers, what: str, action: Callable[[], Any]) -> Any:
 
     Collective over ``group``; the action must not make collective calls.
     """
-    # Exchange all outcomes, so that no rank continues after another has failed.
+    # Exchange all errors, so that no rank continues after another rank has failed.
     text, result = "", None
     try:
         result = action()
@@ -114,7 +114,7 @@ def together(group: Writers, what: str, action: Callable[[], Any]) -> Any:
 
 
 class _WritingThread:
-    """One of the threads of `run_in_threads`, as a member of the group of writers."""
+    """A thread of `run_in_threads`, which acts as a rank: implements `Writers`."""
 
     def __init__(
         self, rank: int, values: list[Any], barrier: threading.Barrier
@@ -126,7 +126,7 @@ class _WritingThread:
         self._values[self.rank] = sendobj
         self._barrier.wait()
         values = list(self._values)
-        # Wait until all threads have copied the list, because the next call changes it.
+        # Wait until all threads have copied the list: the next call overwrites it.
         self._barrier.wait()
         return values
 
@@ -141,7 +141,7 @@ def run_in_threads(size: int, action: Callable[[Writers], Any]) -> Any:
     members = [_WritingThread(rank, values, barrier) for rank in range(size)]
 
     def _run(member: _WritingThread) -> None:
-        # All threads raise the same error; rank 0 reports it.
+        # All threads raise the same CheckpointError; that of rank 0 reaches the caller.
         try:
             action(member)
         except (CheckpointError, threading.BrokenBarrierError):
@@ -184,10 +184,10 @@ class Way:
 
 @dataclass(slots=True)
 class MeasuredWay:
-    """The measured speed of a way of writing.
+    """The measured speed of a `Way`: the seconds of each round.
 
-    In each round, all ranks together write and read ``nbytes``. ``refused`` is True if
-    the file system used the page cache although the way is ``direct``.
+    In a round, all ranks together write and read ``nbytes``. ``refused`` is True if the
+    file system used the page cache although the way is ``direct``.
     """
 
     way: Way
@@ -216,9 +216,9 @@ def compare(
     """Measure writing and reading files in every `Way`, in a new folder.
 
     Collective over ``group``; raises CheckpointError on every rank. The caller removes
-    the folder. Only rank 0's ``folder`` counts. All ranks together write ``nbytes``, a
-    multiple of `STRIPE_BYTES`, and at least one stripe per rank. ``tick`` is called
-    after each write or read with its number of bytes. All times are measured on rank 0.
+    the folder. Only rank 0's ``folder`` counts. All ranks together write ``nbytes``: a
+    multiple of `STRIPE_BYTES`, at least one stripe per rank. After all ranks have
+    written or read the files, ``tick`` is called with ``nbytes``. Times are rank 0's.
     """
 
     folder = group.allgather(folder)[0]
@@ -234,7 +234,7 @@ def compare(
     comparison.measure(
         MeasuredWay(next(iter(comparison.results)), nbytes), lambda _: None
     )
-    # Alternate between the ways, so that other jobs slow down all ways alike.
+    # Measure each way once per round, so that other jobs slow down all ways alike.
     for way in itertools.cycle(comparison.results):
         measured = comparison.results[way]
         if len(measured.write_seconds) == rounds:
@@ -284,12 +284,13 @@ class _Comparison:
         way, nbytes = measured.way, measured.nbytes
         plan = FileLayout(0, 0, nbytes, way.piece_bytes)
         part = part_of(plan.num_blocks, self.group.rank, self.group.size)
-        # Read the next rank's blocks: those of another host are not in this page cache.
+        # Read the next rank's blocks, which another host may have written: then they
+        # are not in this host's page cache.
         reader = (self.group.rank + 1) % self.group.size
         other = part_of(plan.num_blocks, reader, self.group.size)
         self._do("create a file", lambda: self._create(plan, way))
-        # A step ends, or fails, on all ranks together, so that no rank has a file open
-        # when rank 0 removes the files.
+        # `together` ends each step on all ranks, also if it fails. So no rank has a
+        # file open when rank 0 removes the files.
         try:
             seconds = self._timed("write", lambda: self._write(plan, way, part))
             tick(nbytes)
@@ -308,7 +309,7 @@ class _Comparison:
 
     def _timed(self, what: str, action: Callable[[], bool]) -> list[Any]:
         """Run an action; return rank 0's seconds, then the results of all ranks."""
-        # This exchange is a barrier, so that all ranks start at the same time.
+        # Use this exchange as a barrier, so that all ranks start at the same time.
         self.group.allgather(None)
         begin = time.perf_counter()
         result = self._do(what, action)
@@ -342,7 +343,7 @@ class _Comparison:
 
             def write(block: int, slot: Array) -> None:
                 start, stop = plan.span(block)
-                # Number each block, so that the reader detects a misplaced block.
+                # Write the block's number into it, so that a reader can check it.
                 slot[:8].view(np.int64)[0] = block
                 write_all(file, slot[: stop - start].data, start - shift)
 
@@ -356,7 +357,7 @@ class _Comparison:
         with closing(open_to_read(path, False)) as file:
             shift = 0 if way.shared else plan.span(part[0])[0]
             start, stop = plan.span(part[0])[0], plan.span(part[-1])[1]
-            # Drop the page cache, so that a reader on this host reads from the disk.
+            # Drop the pages, so that a reader on this host reads from the disk.
             forget_pages(file, start - shift, stop - shift)
 
     def _read(self, plan: FileLayout, way: Way, part: range) -> bool:

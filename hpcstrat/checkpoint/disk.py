@@ -1,7 +1,6 @@
 """File operations of Linux, with the fallbacks that some file systems need.
 
-Linux manual: open(2) for O_DIRECT, fallocate(2), fsync(2); link(2), rename(2),
-unlink(2); statfs(2).
+See open(2) for O_DIRECT, fallocate(2), fsync(2), link(2), rename(2) and statfs(2).
 """
 
 from __future__ import annotations
@@ -54,15 +53,15 @@ NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NO_RESERVATION = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _DIRECT = os.O_DIRECT
-# Transfer at most 1 GiB in one call, because Linux limits a call to 2 GiB.
+# Transfer at most 1 GiB in a system call, because Linux limits one to 2 GiB.
 _MOST_BYTES = 1 << 30
-# Shared memory uses up to 6 descriptors; connections to other hosts use some, too.
+# Shared memory uses up to 6 descriptors, and MPI's connections to hosts use some, too.
 _SPARE_DESCRIPTORS = 32
 _NO_LINKS = (
     *(errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS, errno.EINVAL),
 )
-# Threads that close removed files. Shared by all managers, because another manager's
-# save may need the freed space.
+# Threads that close removed files, of all managers: a save of one manager may need the
+# space that another manager's threads free.
 _freeing: list[threading.Thread] = []
 _NAMES = {
     0xEF53: "ext4",
@@ -80,7 +79,7 @@ _NAMES = {
     0xFE534D42: "SMB",
     0x65735546: "FUSE",
 }
-# Types (ext4, XFS) on which direct writes of several processes into a file are fast.
+# File systems (ext4, XFS) on which O_DIRECT writes of several processes are fast.
 _LOCAL_TYPES = (0xEF53, 0x58465342)
 
 
@@ -103,7 +102,7 @@ def _reserve_with_patience(file: int, nbytes: int) -> None:
     try:
         _reserve(file, nbytes)
     except OSError as error:
-        # The blocks of a checkpoint that was just removed may not be free yet.
+        # The space of a checkpoint that was just removed may not be free yet.
         if error.errno not in _NO_ROOM or not wait_for_room():
             raise
         _reserve(file, nbytes)
@@ -135,15 +134,12 @@ def _allocate(file: int, nbytes: int) -> None:
 
 
 def open_to_write(path: str, direct: bool) -> int:
-    """Open an existing file for writing; return a descriptor that the caller closes.
-
-    ``direct`` bypasses the page cache, if the file system allows that.
-    """
+    """Open a file to write; ``direct`` bypasses the page cache, if that is possible."""
     return _open(path, os.O_RDWR, direct)
 
 
 def open_to_read(path: str, direct: bool) -> int:
-    """Open a file for reading, in the same way as `open_to_write`."""
+    """Open a file to read; ``direct`` bypasses the page cache, if that is possible."""
     return _open(path, os.O_RDONLY, direct)
 
 
@@ -161,7 +157,7 @@ def _open(path: str, flags: int, direct: bool) -> int:
 
 @contextlib.contextmanager
 def closing(file: int) -> Iterator[int]:
-    """Close a file descriptor at the end of a block."""
+    """Close a file descriptor at the end of a ``with`` block."""
     try:
         yield file
     finally:
@@ -169,7 +165,7 @@ def closing(file: int) -> Iterator[int]:
 
 
 def require_descriptors() -> None:
-    """Raise OSError if so few descriptors are left that MPI would abort this job."""
+    """Raise OSError if so few descriptors are free that MPI would abort the job."""
     held: list[int] = []
     try:
         for _ in range(_SPARE_DESCRIPTORS):
@@ -189,7 +185,7 @@ def write_all(file: int, data: memoryview, offset: int) -> None:
 
 
 def read_into(file: int, buffer: memoryview, offset: int) -> None:
-    """Fill a buffer from an offset of a file; raise EOFError if the file ends."""
+    """Fill a buffer from an offset of a file; raise EOFError if the file is shorter."""
 
     def read(file: int, part: memoryview, place: int) -> int:
         return os.preadv(file, [part], place)
@@ -223,41 +219,38 @@ def _move(
             break
         done += count
         if count % PAGE_BYTES and done < data.nbytes:
-            # The next offset is not page-aligned: direct I/O would refuse it.
+            # Direct I/O would refuse the next offset, which is not page-aligned.
             _stop_direct(file)
     return done
 
 
 def is_direct(file: int) -> bool:
-    """Return whether reads and writes of an open file bypass the page cache now."""
+    """Return whether reads and writes of an open file now bypass the page cache."""
     return bool(fcntl.fcntl(file, fcntl.F_GETFL) & _DIRECT)
 
 
 def _stop_direct(file: int) -> None:
-    """Use the page cache for an open file from now on; any number of calls is safe."""
+    """Use the page cache for an open file from now on; repeated calls do no harm."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
 
 
 def read_exactly(file: int, offset: int, nbytes: int) -> bytes:
-    """Return bytes of a file opened without O_DIRECT; raise EOFError at its end."""
+    """Return ``nbytes`` of a file opened without O_DIRECT, or raise EOFError."""
     data = bytearray(nbytes)
     read_into(file, memoryview(data), offset)
     return bytes(data)
 
 
 def forget_pages(file: int, start: int, stop: int) -> None:
-    """Drop a written and flushed range of a file from the page cache."""
-    # Ignore errors: the kernel may refuse the advice.
+    """Drop a written and flushed range of a file from the page cache, if possible."""
     with contextlib.suppress(OSError):
         os.posix_fadvise(file, start, stop - start, os.POSIX_FADV_DONTNEED)
 
 
 def flush(file: int) -> None:
-    """Write a file's content to the disk.
-
-    An OSError is final: a second fsync can succeed although the data are lost.
-    """
+    """Write a file's content to the disk; do not retry after an OSError."""
+    # A second fsync can succeed although the data are lost.
     os.fsync(file)
 
 
@@ -268,10 +261,7 @@ def flush_folder(path: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Remove a file's name; a thread frees the file's blocks, which can be slow.
-
-    Call this on one rank only.
-    """
+    """Remove a file, on one rank; a thread frees its disk space, which can be slow."""
     with _freed_later(path):
         os.unlink(path)
 
@@ -282,7 +272,7 @@ def _freed_later(path: str) -> Iterator[None]:
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        # The file is unreadable or missing: the removal itself raises the error.
+        # The file is unreadable or missing: the block of this context raises any error.
         file = -1
     try:
         yield
@@ -298,14 +288,14 @@ def _close_later(file: int) -> None:
     try:
         thread.start()
     except RuntimeError:
-        # The system refuses another thread: close the file here, although it is slow.
+        # The system refuses another thread: close the file here, although that is slow.
         os.close(file)
         return
     _freeing[:] = [*filter(threading.Thread.is_alive, _freeing), thread]
 
 
 def gives_back() -> bool:
-    """Return whether threads are still freeing the blocks of removed files."""
+    """Return whether threads are still freeing the disk space of removed files."""
     return any(thread.is_alive() for thread in _freeing)
 
 
@@ -320,7 +310,8 @@ def wait_for_room() -> bool:
 def publish(temporary: str, path: str, replaces: bool) -> None:
     """Give a finished file its final name, and remove its temporary name.
 
-    Call this on one rank. FileExistsError if ``path`` exists and ``replaces`` is False.
+    Call this on one rank. Raises FileExistsError if ``path`` exists and ``replaces`` is
+    False.
     """
     if replaces:
         with _freed_later(path):
@@ -329,7 +320,7 @@ def publish(temporary: str, path: str, replaces: bool) -> None:
     try:
         os.link(temporary, path)
     except FileExistsError:
-        # NFS repeats a call whose reply was lost: the first try may have made ``path``.
+        # NFS repeats a link() whose reply was lost, so that it finds its own ``path``.
         if not os.path.samefile(temporary, path):
             raise
     except OSError as error:
@@ -340,7 +331,7 @@ def publish(temporary: str, path: str, replaces: bool) -> None:
             raise FileExistsError(errno.EEXIST, "File exists", path) from error
         os.rename(temporary, path)
         return
-    # The checkpoint is complete. If this unlink fails, a later job removes the name.
+    # If this fails, the checkpoint is complete, and a later job removes the name.
     with contextlib.suppress(OSError):
         os.unlink(temporary)
 
@@ -354,10 +345,7 @@ def _type(path: str) -> int | None:
 
 
 def file_system_name(path: str) -> str:
-    """Return the name of a path's type of file system, such as ``Lustre``.
-
-    The name of an unknown type is its number; ext2 and ext3 are called ``ext4``.
-    """
+    """Return the name of a path's file system, such as ``Lustre``, or else its type."""
     number = _type(path)
     if number is None:
         return "unknown"

@@ -2,9 +2,9 @@
 
 The formats are NumPy's (.npz), plain HDF5 and safetensors. Values are converted one
 after the other, so that a file need not fit in memory. The safetensors library is not
-used, because it holds all values in memory when it writes. Its format
-(huggingface.co/docs/safetensors) is: the length of the header in 8 bytes, the header in
-JSON, and the values.
+used, because its writer needs all values in memory. A safetensors file consists of the
+header's length in 8 bytes, the header in JSON, and the values; see
+huggingface.co/docs/safetensors.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = [
     "write_safetensors",
 ]
 
-# HDF5 has no bfloat16: store it as float32, with the name bfloat16 in this attribute.
+# HDF5 has no bfloat16: store such values as float32, and "bfloat16" in this attribute.
 _TYPE = "hpcstrat_dtype"
 _BFLOAT16 = "bfloat16"
 _CHUNK_BYTES = 16 << 20
-# Bytes of a member's ZIP header with the lengths of the name and of the extra field.
+# Place of two lengths in a member's ZIP header: of its name, and of its extra field.
 _LENGTHS = slice(26, 30)
 _HEADER_BYTES = 30
 
@@ -63,7 +63,7 @@ def read_npz(path: str) -> dict[str, Array]:
                 else:
                     found[name] = npy_format.read_array(member, allow_pickle=False)
             if found[name].dtype == np.dtype("V2"):
-                # NumPy does not know bfloat16, and writes such values as plain bytes.
+                # NumPy has no bfloat16, and writes such values as plain bytes.
                 found[name] = found[name].view(named_dtype(_BFLOAT16))
     return found
 
@@ -99,7 +99,7 @@ def write_hdf5(
 
 
 def _write_half(dataset: Any, value: Array) -> None:
-    """Store bfloat16 as float32 by shifting bits, because a cast changes some NaN."""
+    """Write bfloat16 as float32 by shifting bits, because a cast changes some NaN."""
     dataset.attrs[_TYPE] = _BFLOAT16
     bits = value.view(np.uint16)
     rows = max(1, _CHUNK_BYTES // max(1, bits[:1].nbytes)) if bits.ndim else 0
@@ -111,7 +111,7 @@ def _write_half(dataset: Any, value: Array) -> None:
 
 
 def read_hdf5(path: str) -> dict[str, Array]:
-    """Return an HDF5 file's values by full name, memory-mapped if contiguous."""
+    """Return an HDF5 file's values by path, memory-mapped if stored contiguously."""
     found = {}
     with h5py.File(path) as plain:
 
@@ -157,7 +157,7 @@ _TYPES = {
 }
 _NAMES = {name: letter for letter, name in _TYPES.items()}
 _METADATA = "__metadata__"
-# Longer headers are refused by the safetensors library.
+# The safetensors library refuses longer headers.
 _MOST_HEADER_BYTES = 100_000_000
 
 
@@ -166,7 +166,7 @@ def write_safetensors(
 ) -> None:
     """Write values to a safetensors file; the values may be memory-mapped."""
     header, end = dict[str, Any](), 0
-    # Write wider types first, as the library does, so that each value is aligned.
+    # Write wider types first, as safetensors does, so that each value is aligned.
     ordered = sorted(values, key=lambda name: (-values[name].dtype.itemsize, name))
     for name in ordered:
         value = values[name]

@@ -78,8 +78,8 @@ class CheckpointManager:
         the start of the save, which the file records.
     max_write_bandwidth : float, optional
         Highest mean rate, in bytes per second, at which all replicas together write an
-        asynchronous save, until a rank waits for the save. Default: no limit, which can
-        slow down training and other jobs.
+        asynchronous save. The limit ends when a rank waits for the save. Default: no
+        limit, which can slow down training and other jobs.
     independent : bool
         Allow a strategy of one replica in a job of several ranks; each rank then needs
         its own folder.
@@ -118,21 +118,20 @@ class CheckpointManager:
                 names = known.variables() or known.names
                 require_one_writer(known.strategy, names)
         except Exception as error:
-            # The manager has no strategy yet: report the error by the objects'
-            # strategy.
+            # Notify the other ranks by the objects' strategy: the manager has none yet.
             strategy_of(objects).collectives.fail(_CREATION, error)
             raise
         self.directory = folder.path
         self._objects, self._keep_best, self._folder = known, keep_best, folder
         self._strategy = strategy = known.strategy
         self.collectives = strategy.collectives
-        # Saves and restores share these: a buffer, and the list of damaged files.
+        # Saves and restores share the buffer, and the list of damaged files.
         retention, memory = Retention(folder.path, rules), ImageMemory()
         self._saver = Saver(strategy, folder, retention, memory)
         self._restorer = Restorer(strategy, folder.path, known, retention, memory)
-        # Error of a save in the background, which the next `wait` raises.
+        # Error of a save in the background, to be raised by the next `wait`.
         self._pending: CheckpointError | None = None
-        # Number of the part of the variables that the next asynchronous save compares.
+        # Number of asynchronous saves: each compares another part of the variables.
         self._turn = 0
         on_rank_0(strategy, _CREATION, folder.prepare)
 
@@ -146,7 +145,7 @@ class CheckpointManager:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the manager, but not after an error, when ranks could be missing."""
+        """Close the manager; after an error do not, because ranks may be missing."""
         if kind is None:
             self.close()
 
@@ -208,7 +207,7 @@ class CheckpointManager:
         on_busy: str = "wait",
         overwrite: bool = False,
     ) -> str | None:
-        """Save all objects to the disk, or, if asynchronous, to memory first.
+        """Save all objects to the disk; if asynchronous, copy them to memory first.
 
         Collective over the strategy's replicas.
 
@@ -223,9 +222,9 @@ class CheckpointManager:
         asynchronous : bool
             Whether to return as soon as this replica's share is copied to memory, and
             to write the file in threads. The program may change the objects after the
-            return. The checkpoint appears without a further call, when the shares of
-            all replicas are on the disk. If a thread fails, `wait`, `close` and the
-            next `save` raise the error.
+            return. The checkpoint appears in the folder, without a further call, when
+            the shares of all replicas are on the disk. If a thread fails, the next
+            `wait`, `close` or `save` raises the error.
         on_busy : str
             While an earlier save is still being written: ``"wait"`` for it, or
             ``"skip"`` this save.
@@ -243,8 +242,8 @@ class CheckpointManager:
         ------
         CheckpointError
             On every rank: if the folder cannot be written, or the disk is full; if
-            there is a checkpoint of the given ``step``, or of a later step, which a
-            restore would choose as the newest; if another job saves in the folder; or
+            there is a checkpoint of the given ``step``, or of a later step (a restore
+            would choose that one as the newest); if another job saves in the folder; or
             if an earlier save in the background failed. No partial file is left, and
             older checkpoints are unchanged.
         CollectiveError
@@ -258,7 +257,7 @@ class CheckpointManager:
             replica's share), and the next asynchronous save compares the next part.
         """
         began = time.perf_counter()
-        # Check arguments before a collective call, so that all ranks learn of an error.
+        # Check arguments before any collective call: an error then reaches all ranks.
         if on_busy not in _ON_BUSY:
             raise ValueError(
                 f"expected on_busy to be 'wait' or 'skip', found {on_busy!r}; take one"
@@ -267,9 +266,9 @@ class CheckpointManager:
         numbers = checked_metrics(metrics)
         if on_busy == "skip" and self._saver.busy():
             return None
-        # Run one save at a time, because two would need twice the memory.
+        # Finish the last save, because two saves would need twice the memory.
         self.wait()
-        # After a restore of an older step, an optimizer's iterations repeat steps.
+        # After a restore of an older step, ``iterations`` reaches saved steps again.
         replaces = overwrite or step is None
         if step is None:
             step = self._objects.iterations()
@@ -280,7 +279,7 @@ class CheckpointManager:
             iterators, python = self._objects.states()
             name = checkpoint_name(step)
         except Exception as error:
-            # The other ranks are in this method, too: notify them of the error.
+            # Notify the other ranks, which would wait in this method's collectives.
             self.collectives.fail("save", error)
             raise
         require_same_state(self.collectives, python)
@@ -289,10 +288,10 @@ class CheckpointManager:
         self.collectives.barrier(
             f"{kind} of step {step} with {given}{self._objects.describe(variables)}"
         )
-        # Clocks drift: measure their offsets for a timeline, just after a barrier.
+        # For a timeline, measure clock offsets (they drift), here just after a barrier.
         channel = self.collectives.channel
         measure(None if channel is None else channel.topology)
-        # Compare only a part in an asynchronous save, because comparing takes long.
+        # An asynchronous save compares only a part, because comparing takes long.
         turn = self._turn if asynchronous else None
         self._turn += asynchronous
         compare = partial(compare_copies, self._strategy, variables, turn)
@@ -336,10 +335,10 @@ class CheckpointManager:
 
         Collective over the strategy's replicas.
 
-        A mirrored variable gets the saved value on every replica. A SyncOnRead variable
-        gets, by its aggregation: with ``SUM``, a share of the saved total (shares of
-        integers add up exactly); with ``MEAN`` or ``ONLY_FIRST_REPLICA``, the saved
-        value; with ``NONE``, the row of its own replica.
+        A mirrored variable gets the saved value on every replica. For a SyncOnRead
+        variable, the aggregation decides: with ``SUM``, each replica gets a share of
+        the saved total (shares of integers add up exactly); with ``MEAN`` or
+        ``ONLY_FIRST_REPLICA``, the saved value; with ``NONE``, its own saved row.
 
         Parameters
         ----------
@@ -356,8 +355,7 @@ class CheckpointManager:
             has saved the file: ``"error"``, ``"first"`` (row 0), ``"cycle"`` (replica
             ``r`` gets row ``r`` modulo the number of rows), or ``"init"`` (no change).
         only : collection of str, optional
-            Names of the objects that are restored, as they were given to the manager;
-            default: all.
+            Names, as given to the manager, of the objects to restore; default: all.
         rename : mapping of str to str, optional
             Maps a path in the checkpoint, or its beginning up to a ``/``, to the path
             in the program: ``{"variables/net": "variables/model"}``.
@@ -395,9 +393,8 @@ class CheckpointManager:
             )
         return step
 
-    # Separate from `restore`: arguments must be checked before the first collective
-    # call of a method, and `restore` has made collective calls if it has finished a
-    # save.
+    # This method is separate, because `collective` expects errors of arguments before
+    # a method's first collective call, and `restore` makes such calls in `_settle`.
     @collective
     def _restore(
         self,
@@ -544,14 +541,14 @@ class CheckpointManager:
         return sum(math.prod(v.shape) * v.dtype.itemsize for v in found)
 
     def _settle(self) -> None:
-        """Finish a save in the background; the next `wait` raises its error."""
+        """Finish a background save; keep its error, which the next `wait` raises."""
         try:
             self._saver.finish()
         except CheckpointError as error:
             self._pending = error
 
     def _newest_step(self) -> int:
-        # Only rank 0 lists the folder, because its content may change at any time.
+        # Only rank 0 lists the folder: if it changes meanwhile, ranks would differ.
         newest = on_rank_0(
             self._strategy,
             "search for the newest step",

@@ -34,7 +34,7 @@ __all__ = ["Objects", "pieces_of"]
 
 @runtime_checkable
 class _SupportsPosition(Protocol):
-    """A dataset or random streams: small state, with fields that the format defines."""
+    """A dataset or random streams, whose state has fields that the format defines."""
 
     def state(self) -> dict[str, Any]: ...
 
@@ -45,7 +45,7 @@ class _SupportsPosition(Protocol):
 
 @runtime_checkable
 class _SupportsPlainState(Protocol):
-    """An object with ``state_dict``; a save stores the state of replica 0's object."""
+    """An object with ``state_dict``; a save stores only the state on replica 0."""
 
     def state_dict(self) -> Any: ...
 
@@ -55,15 +55,15 @@ class _SupportsPlainState(Protocol):
 class Objects:
     """The named objects to save: variables, optimizers, datasets and others.
 
-    Raises ValueError if an object cannot be saved, or if objects differ in strategy.
+    Raises ValueError if an object cannot be saved, or if strategies of objects differ.
     """
 
     def __init__(self, objects: dict[str, Any]) -> None:
         self._variables: dict[str, Variable] = {}
         self._stateful: dict[str, SupportsCheckpoint] = {}
-        # Paths of variables of stateful objects that are known to be valid HDF5 names.
+        # Paths of stateful objects' variables that have been checked to be valid.
         self._checked: set[str] = set()
-        # Stateful objects in dicts and lists of variables.
+        # Stateful objects that the program has put into dicts and lists of variables.
         self._nested: list[SupportsCheckpoint] = []
         # Datasets and random streams, and objects with ``state_dict``, by name.
         self.iterators: dict[str, Any] = {}
@@ -89,7 +89,7 @@ class Objects:
             self.iterators[name] = thing
         elif isinstance(thing, _SupportsPlainState):
             refuse_torch(name, thing)
-            # Raise errors now, because the first save may come hours later.
+            # Raise errors of the state now: the first save may be hours later.
             as_text(name, thing.state_dict())
             self.python[name] = thing
         else:
@@ -117,7 +117,7 @@ class Objects:
             for index, value in enumerate(thing):
                 self._add_tree(f"{path}/{index}", value)
         elif isinstance(thing, SupportsCheckpoint) and not isinstance(
-            # Its variables must exist now, because paths in a dict or list are fixed.
+            # Variables of ``thing`` must exist now: paths in a dict or list are fixed.
             thing,
             SupportsDeferredCheckpoint,
         ):
@@ -169,9 +169,9 @@ class Objects:
     def variables(self) -> dict[str, Variable]:
         """Return all variables that the objects have now, by path in the file."""
         for thing in self._nested:
-            # In this call, a metric adds its pending updates to its totals.
+            # Call this because a metric then adds its pending updates to its variables.
             thing.checkpoint_variables()
-        # Ask again in each call, because optimizers make state in their first step.
+        # Ask in each call, because an optimizer makes variables in its first step.
         found = dict(self._variables)
         for name, thing in self._stateful.items():
             for path, variable in thing.checkpoint_variables().items():
@@ -190,7 +190,7 @@ class Objects:
         return found
 
     def spellings(self, path: str) -> list[str]:
-        """Return the paths that a variable's value may have in a file, best first."""
+        """Return the paths that files may use for a variable, preferred path first."""
         owner = self.owner(path)
         if owner is None:
             return [path]
@@ -202,10 +202,10 @@ class Objects:
     ) -> set[str]:
         """Return the ``missing`` paths whose variables did not exist at the save.
 
-        ``missing`` are paths of the program (``paths``) that the checkpoint (``saved``)
-        lacks. A path is returned if its object can reset the state there, and now has
-        all kinds of state (such as ``momentum`` in ``optimizer/momentum/w``) that were
-        saved for it.
+        ``missing`` has those of the program's ``paths`` that are not among the paths
+        ``saved`` in the checkpoint. A path is returned if its object has a method
+        ``checkpoint_reset``, and now has all the kinds of state (such as ``momentum``
+        in ``optimizer/momentum/w``) that were saved for it.
         """
         names = {path.partition("/")[0] for path in missing}
         names = {n for n in names if hasattr(self._stateful.get(n), "checkpoint_reset")}
@@ -216,7 +216,7 @@ class Objects:
         return {path for path in missing if path.partition("/")[0] in names}
 
     def reset(self, paths: Sequence[str]) -> None:
-        """Reset optimizer state at these paths to its value before the first step."""
+        """Reset the variables at these paths to their values before the first step."""
         for name, thing in self._stateful.items():
             own = [p.partition("/")[2] for p in paths if p.partition("/")[0] == name]
             if own:
@@ -226,14 +226,14 @@ class Objects:
     def end_restore(
         self, num_replicas: int, now: int, only: Collection[str] | None = None
     ) -> None:
-        """Notify objects of the number of replicas at the save, and the number now."""
+        """Pass the numbers of replicas, at the save and now, to restored objects."""
         for name, thing in self._stateful.items():
             wanted = only is None or name in only
             if wanted and isinstance(thing, SupportsDeferredCheckpoint):
                 thing.checkpoint_restored(num_replicas, now)
 
     def target(self, path: str) -> Variable | None:
-        """Return the variable for a saved value whose path no variable has, or None."""
+        """Return the variable on parameter servers for a saved path, or None."""
         owner = self.owner(path)
         if owner is None:
             return None
@@ -241,10 +241,10 @@ class Objects:
         return None if find is None else find(owner[1])
 
     def owner(self, path: str) -> tuple[SupportsDeferredCheckpoint, str] | None:
-        """Return the object that can make a path's variable, and its path there."""
+        """Return the object that can make a path's variable, and the path in it."""
         name, _, rest = path.partition("/")
         thing = self._stateful.get(name)
-        # Check for None before the protocol, because that isinstance check takes 30 us.
+        # Check for None first, because the isinstance check takes 30 us.
         if thing is None or not isinstance(thing, SupportsDeferredCheckpoint):
             return None
         return thing, rest
@@ -258,7 +258,7 @@ class Objects:
     def iterations(self) -> int | None:
         """Return an optimizer's number of steps, or None if there is no optimizer."""
         for thing in self._stateful.values():
-            # Other objects than optimizers may have ``iterations`` that is no Variable.
+            # An object that is no optimizer may have another kind of ``iterations``.
             steps = getattr(thing, "iterations", None)
             if isinstance(steps, Variable):
                 return int(to_host(steps.component))
@@ -276,12 +276,12 @@ class Objects:
     def values(self, variables: dict[str, Variable]) -> dict[str, Any]:
         """Return the value to save of each variable, by path.
 
-        A value is combined over all replicas, or is this replica's row. Values on
-        parameter servers are fetched piece by piece later. Collective over the
-        strategy's replicas, if there are SyncOnRead variables.
+        A value is combined over all replicas, or is this replica's row. For a variable
+        on parameter servers, it is an object that fetches pieces later. Collective over
+        the strategy's replicas, if there are SyncOnRead variables.
         """
         values: dict[str, Any] = {}
-        # One call reads only variables of one strategy, either sharded or whole ones.
+        # Each call of `read_sharded` or `read_all` needs variables of one strategy.
         here: dict[tuple[bool, bool], dict[str, Any]] = {}
         for path, variable in variables.items():
             if (pieces := pieces_of(variable)) is not None:
@@ -298,7 +298,7 @@ class Objects:
     def entries(
         self, variables: dict[str, Variable], values: dict[str, Any]
     ) -> dict[str, Entry]:
-        """Return the entry in the file for each variable, by path, given its value."""
+        """Return the file's entry for each variable, by path; ``values`` has shapes."""
         entries = {}
         for path, variable in variables.items():
             on_read = isinstance(variable, SyncOnReadVariable)
@@ -392,7 +392,7 @@ def pieces_of(variable: Variable | None) -> Any:
 
 
 def _kinds(paths: Iterable[str]) -> dict[str, set[str]]:
-    """Return the kinds of state of each object: ``{"opt": {"m"}}`` for ``opt/m/w``."""
+    """Return each object's kinds of state: for ``opt/m/w``, ``{"opt": {"m"}}``."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in paths:
         name, _, rest = path.partition("/")
@@ -401,7 +401,7 @@ def _kinds(paths: Iterable[str]) -> dict[str, set[str]]:
 
 
 def _check_name(name: str) -> str:
-    """Return the name; raise ValueError if HDF5 would read it as a path."""
+    """Return the name; raise ValueError if it cannot be one name in an HDF5 path."""
     if name in ("", ".", "..") or "/" in name or "\0" in name:
         raise ValueError(
             f"expected a name of an HDF5 object, found {name!r}; use a name that is "

@@ -1,4 +1,4 @@
-"""Reports about a save (its cost) and about a restore (its results)."""
+"""Reports on finished saves (their cost) and restores (their results)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RestoreReport:
     seconds : float
         Time of the restore on this replica.
     read_seconds : float
-        Part of ``seconds`` for reading this replica's part and comparing its hashes.
+        Part of ``seconds`` in which this replica read its part and checked hashes.
     unused : tuple of str
         Paths of saved values that no object of the program has received.
     passed_over : tuple of str
@@ -82,8 +82,8 @@ class SaveStatistics:
     copy_seconds : float
         Part of ``blocking_seconds`` for copying this replica's share of the values.
     total_seconds : float
-        Time from the call until the checkpoint was on the disk, on replica 0. Waiting
-        due to ``max_write_bandwidth`` is included.
+        Time from the call of ``save`` until the checkpoint was on the disk, on replica
+        0; includes delays because of ``max_write_bandwidth``.
     hash_seconds, write_seconds, flush_seconds : float
         Time that the slowest replica's threads spent hashing, writing and flushing.
     bytes_per_second : float

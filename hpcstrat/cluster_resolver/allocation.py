@@ -1,4 +1,4 @@
-"""Tasks on the nodes that a scheduler has allocated to a job."""
+"""Base class of resolvers for tasks on the nodes that a scheduler has allocated."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _GPUS = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The nodes of a job, and for each rank its node and its number on this node."""
+    """The nodes of a job, and each rank's place: its node, and its number there."""
 
     rank: int
     nodes: Sequence[str]
     places: Sequence[tuple[int, int]]
-    # Number of GPUs of this rank's node. None if the scheduler does not tell the
-    # number; the length of CUDA_VISIBLE_DEVICES then counts.
+    # Number of GPUs of this rank's node. None if the scheduler does not set it: then
+    # the number is derived from CUDA_VISIBLE_DEVICES.
     gpus_on_node: int | None = None
 
 
 def block_places(counts: Iterable[int]) -> list[tuple[int, int]]:
-    """Return (node, number on the node) for ranks that fill one node after another."""
+    """Return each rank's (node, number there), if ranks fill one node after another."""
     return [(node, i) for node, count in enumerate(counts) for i in range(count)]
 
 
@@ -79,11 +79,10 @@ class AllocationClusterResolver(ClusterResolver):
         text = self._variables.get(_GPUS, "")
         visible = [name for name in text.split(",") if name]
         if per_node is None:
-            # If fewer GPUs than tasks are visible, the launcher has assigned each task
-            # its own.
+            # If fewer GPUs than tasks are visible, each task sees only its own GPUs.
             per_node = len(visible) if len(visible) >= count else len(visible) * count
-        # If CUDA_VISIBLE_DEVICES has another length, it lists only this task's own
-        # GPUs, because srun --gpus-per-task or another resolver has set it.
+        # If CUDA_VISIBLE_DEVICES does not list all GPUs of the node, it lists this
+        # task's own GPUs, as srun --gpus-per-task or an earlier resolver has set it.
         whole = not visible or len(visible) == per_node
         if per_task is None:
             share = per_node // count
@@ -102,16 +101,14 @@ class AllocationClusterResolver(ClusterResolver):
     def cluster_spec(self) -> ClusterSpec:
         """Return the tasks and their addresses.
 
-        Not collective. With ``auto_set_gpu``, this method sets
-        ``CUDA_VISIBLE_DEVICES``.
+        Not collective. Sets ``CUDA_VISIBLE_DEVICES``, if ``auto_set_gpu``.
 
         Returns
         -------
         ClusterSpec
             Tasks of all jobs; ranks are assigned to jobs in the order of ``jobs``.
         """
-        # Set CUDA_VISIBLE_DEVICES in this method, as tf.distribute does, and never
-        # empty it.
+        # Like tf.distribute, set CUDA_VISIBLE_DEVICES in this method. Never empty it.
         if self._auto_set_gpu and self._own_gpus:
             self._variables[_GPUS] = self._own_gpus
         cluster, first = {}, 0
@@ -121,7 +118,7 @@ class AllocationClusterResolver(ClusterResolver):
         return ClusterSpec(cluster)
 
     def get_task_info(self) -> tuple[str, int]:
-        """Return which task this process is.
+        """Return the task of this process.
 
         Not collective.
 

@@ -1,4 +1,4 @@
-"""The batch job of this process: when the job ends, and how it is queued again."""
+"""The batch job of this process: its ID, its end, and a request to queue it again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BatchJob:
     scheduler : str
         ``Slurm``, ``PBS``, ``Flux``, ``LSF`` or ``SGE``.
     job_id : str
-        The scheduler's name of the job; stays the same after the job was queued again.
+        The scheduler's ID of the job, which is the same after the job is queued again.
     """
 
     scheduler: str
@@ -38,14 +38,13 @@ class BatchJob:
     def end(self) -> float | None:
         """Return the time at which the scheduler will end the job.
 
-        Not collective. This method runs a command of the scheduler, which may take a
-        while.
+        Not collective. This method may run a scheduler's command, for up to a minute.
 
         Returns
         -------
         float or None
-            Time in seconds since the epoch (1970); None if there is no limit, or if the
-            command fails, such as in a container.
+            Time in seconds since the epoch (1970). None if there is no time limit, or
+            if the command fails, such as in a container without the command.
         """
         try:
             return _SCHEDULERS[self.scheduler].end(self.job_id)
@@ -60,9 +59,8 @@ class BatchJob:
         Raises
         ------
         RuntimeError
-            If the scheduler refuses; the error has its message. PBS allows only
-            operators to requeue jobs, and Flux nobody; on these two, a script submits
-            itself again.
+            If the scheduler refuses; the error has its message. PBS lets only operators
+            requeue jobs, and Flux nobody; there, a script must submit itself again.
         """
         command = _SCHEDULERS[self.scheduler].requeue
         if not command:
@@ -96,22 +94,21 @@ def batch_job_from_environment(
     Returns
     -------
     BatchJob or None
-        The innermost job; None outside of a job.
+        The innermost job, if they are nested; None outside of a job.
     """
     env = os.environ if environment is None else environment
     for name, scheduler in _SCHEDULERS.items():
         found = [env[variable] for variable in scheduler.job if env.get(variable)]
         if len(found) == len(scheduler.job) or (scheduler.any_of and found):
-            # Each task of a job array counts as its own job.
+            # The ID has the task's number in a job array: each task is a job.
             return BatchJob(name, found[0] + scheduler.task(env))
     return None
 
 
 def output_of(command: Sequence[str], env: Mapping[str, str] | None = None) -> str:
-    """Return the output of a scheduler's command, in English for parsing dates.
+    """Return the output of a scheduler's command, in English, as date parsing needs.
 
-    Raises OSError or subprocess.SubprocessError if the command fails, or takes longer
-    than a minute.
+    Raises OSError or subprocess.SubprocessError if it fails, or takes over a minute.
     """
     return subprocess.run(
         command,
@@ -132,8 +129,7 @@ def _seconds(text: str) -> float:
 
 
 def _slurm_end(job: str) -> float | None:
-    # SLURM_JOB_END_TIME is no number for a job without a limit; Slurm before version 23
-    # does not set it.
+    # Without a limit, SLURM_JOB_END_TIME is no number; Slurm before 23 does not set it.
     said = os.environ.get("SLURM_JOB_END_TIME", "")
     if not said.isdecimal():
         words = ["squeue", "--noheader", "--jobs", job, "--format=%e"]
@@ -160,7 +156,7 @@ def _pbs_end(job: str) -> float | None:
 
 def _flux_end(job: str) -> float | None:
     del job
-    # `flux job timeleft` finds the job in which it runs, also in a batch script.
+    # `flux job timeleft` itself finds the job in which it runs, also in batch scripts.
     left = int(output_of(["flux", "job", "timeleft"]))
     return None if left == _FLUX_UNLIMITED else time.time() + left
 

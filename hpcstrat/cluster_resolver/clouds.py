@@ -1,7 +1,7 @@
 """Resolvers of tf.distribute for clouds, which hpcstrat does not support.
 
 The classes exist so that programs can use them in ``isinstance``. Their constructors
-raise NotImplementedError, because MPI's launcher already knows the machines.
+raise NotImplementedError, because MPI's launcher, not a resolver, finds the machines.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class TPUClusterResolver(_Cloud):
 
 
 class KubernetesExecutableLocation(enum.Enum):
-    """The place where a program runs, an argument of `KubernetesClusterResolver`."""
+    """Place where a program runs, as an argument of `KubernetesClusterResolver`."""
 
     WITHIN_CLUSTER = 0
     OFF_CLUSTER = 1

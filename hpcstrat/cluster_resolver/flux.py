@@ -16,8 +16,8 @@ __all__ = ["FluxClusterResolver"]
 class FluxClusterResolver(AllocationClusterResolver):
     """The tasks that ``flux run`` has started, in any placement on the nodes.
 
-    The environment has only this task's own numbers; the command ``flux job`` prints
-    the nodes and places of all tasks. Parameters and attributes are the same as of
+    The environment has only this task's own numbers; the constructor runs ``flux job``
+    to find the nodes and places of all tasks. Parameters and attributes are those of
     `SlurmClusterResolver`, without ``tasks_per_node``. By default, ``gpus_per_node`` is
     the number of GPUs that Flux has allocated to the job on this node.
 
@@ -57,8 +57,7 @@ def _ask(env: Mapping[str, str], *words: str) -> str:
 def _places(task_map: list[list[int]]) -> list[tuple[int, int]]:
     """Return each rank's node, and the rank's number on this node.
 
-    A task map has blocks (first node, number of nodes, tasks per node, repeats), as in
-    Flux RFC 34.
+    A task map (Flux RFC 34) has blocks: first node, nodes, tasks per node, repeats.
     """
     places: list[tuple[int, int]] = []
     counts: dict[int, int] = {}

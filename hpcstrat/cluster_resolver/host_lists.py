@@ -20,9 +20,9 @@ __all__ = ["LSFClusterResolver", "PBSClusterResolver", "SGEClusterResolver"]
 class HostListClusterResolver(AllocationClusterResolver):
     """The ranks that an MPI launcher has started on the hosts of a scheduler's list.
 
-    The list has the number of slots of each host. Ranks fill the hosts in the order of
-    the list: each host up to its slots, or the same number of ranks on each host. If
-    this rank is on another host, an error is raised.
+    The list has the number of slots of each host. The resolver assumes that ranks are
+    on the hosts in the order of the list: each host up to its slots, or the same number
+    of ranks on each host. If this rank is on another host, RuntimeError is raised.
     """
 
     _scheduler = ""
@@ -62,7 +62,7 @@ class HostListClusterResolver(AllocationClusterResolver):
         hosts, counts = self._lay_out(slots, launch)
         places = block_places(counts)
         expected = hosts[places[launch.rank][0]]
-        # Check this rank's host, because wrong places would lead to wrong addresses.
+        # Check this rank's host: wrong places would give all ranks wrong addresses.
         if expected.partition(".")[0] != self._host.partition(".")[0]:
             raise RuntimeError(
                 f"expected rank {launch.rank} on host {expected}, as the list of "
@@ -84,7 +84,7 @@ class HostListClusterResolver(AllocationClusterResolver):
         return env[name]
 
     def _lines(self, env: Mapping[str, str], name: str) -> list[list[str]]:
-        """Return the words of each line of the file whose path is in a variable."""
+        """Return the words of each line of the file that variable ``name`` names."""
         path = self._variable(env, name)
         try:
             with open(path, encoding="utf-8") as file:
@@ -137,7 +137,7 @@ class PBSClusterResolver(HostListClusterResolver):
     gpus_per_task : int, optional
         Default: the host's GPUs divided by its tasks.
     host : str, optional
-        Name of this host, to check the rank's place; default: the system's host name.
+        Name of this host, for the check of the rank's host; default: the system's name.
     auto_set_gpu : bool
         Whether `cluster_spec` sets ``CUDA_VISIBLE_DEVICES`` to this task's GPUs, if
         there are any.
@@ -200,8 +200,7 @@ class SGEClusterResolver(HostListClusterResolver):
     _scheduler = "SGE"
 
     def _slots(self, env: Mapping[str, str]) -> dict[str, int]:
-        # A line has host, slots, queue and cores, see sge_pe(5). A host with several
-        # queues has several lines.
+        # A line has host, slots, queue, cores (sge_pe(5)); a host has a line per queue.
         slots: dict[str, int] = {}
         for host, number, *_ in self._lines(env, "PE_HOSTFILE"):
             slots[host] = slots.get(host, 0) + int(number)

@@ -11,13 +11,13 @@ from hpcstrat.cluster_resolver.node_list import expand_tasks_per_node
 
 __all__ = ["Launch", "launch_from_environment"]
 
-# For each launcher: its name, and the environment variables that it sets for the rank,
-# the number of ranks, the rank on the host, and the number of ranks on the host.
 _OPEN_MPI = "OMPI_COMM_WORLD_"
 _MPIEXEC = "mpiexec of MPICH"
 _SLURM_TASKS = "SLURM_STEP_TASKS_PER_NODE"
 _FLUX, _JSRUN = "FLUX_TASK_RANK", "JSM_NAMESPACE_"
-# The order matters, because ranks of mpirun in a Slurm job also see Slurm's variables.
+# For each launcher: its name, and the environment variables that it sets for the rank,
+# the number of ranks, the rank on the host, and the number of ranks on the host.
+# The order matters: ranks of mpirun in a Slurm job have Slurm's variables, too.
 _LAUNCHERS = (
     (
         "mpirun of Open MPI",
@@ -51,20 +51,20 @@ _LAUNCHERS = (
         (_SLURM_TASKS,),
     ),
 )
-# srun and flux run also speak MPICH's protocol, but set none of these variables.
+# Only Hydra sets these variables; srun and flux run also use MPICH's protocol.
 _MPIEXEC_SIGNS = ("HYDI_CONTROL_FD", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The way in which this process was started.
+    """The launcher of this process, and the ranks that it has assigned.
 
     Parameters
     ----------
     launcher : str
         Name of the launcher; empty if there was no launcher.
     rank : int
-        Rank of this process, as the launcher counts.
+        Rank of this process among those that the launcher started.
     size : int
         Number of processes that the launcher started.
     local_rank : int, optional
@@ -93,7 +93,7 @@ def launch_from_environment(environment: Mapping[str, str] | None = None) -> Lau
     Returns
     -------
     Launch
-        Description by the first launcher whose variables for rank and size are numbers.
+        Values of the first known launcher whose rank and size are set as numbers.
     """
     env = os.environ if environment is None else environment
     for name, rank, size, places, counts in _LAUNCHERS:
@@ -113,7 +113,7 @@ def _first(numbers: Iterable[int | None]) -> int | None:
 
 
 def _number(env: Mapping[str, str], name: str) -> int | None:
-    """Return the number in a variable; from a list of all nodes, this node's number."""
+    """Return the number in a variable; if it lists all nodes, this node's number."""
     text = env.get(name, "")
     if name != _SLURM_TASKS:
         return int(text) if text.isdecimal() else None
@@ -129,8 +129,7 @@ def _speaker(env: Mapping[str, str]) -> str:
     """Return the name of the launcher that set the variables of MPICH's protocol."""
     if any(sign in env for sign in _MPIEXEC_SIGNS):
         return _MPIEXEC
-    # An mpiexec in a job step inherits the scheduler's rank, which may differ from
-    # PMI_RANK.
+    # PMI_RANK is not the scheduler's rank if an mpiexec in a job step has set it.
     for name, rank in (("flux run", _FLUX), ("srun", "SLURM_PROCID")):
         if env.get(rank) == env["PMI_RANK"]:
             return name

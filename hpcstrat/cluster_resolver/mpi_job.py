@@ -1,4 +1,4 @@
-"""The ranks of an MPI job, from the environment that its launcher sets."""
+"""Resolvers of an MPI job's ranks, from the environment that its launcher sets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _MpiClusterResolver(ClusterResolver):
     """A resolver for which all ranks are tasks of one job, in order of ranks."""
 
     _launcher = ""
-    # Names of environment variables; the first one whose value is a number counts.
+    # Names of environment variables; the first variable that has a number is used.
     _rank_names: tuple[str, ...] = ()
     _size_names: tuple[str, ...] = ()
     _local_rank_names: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class _MpiClusterResolver(ClusterResolver):
 
     def cluster_spec(self) -> ClusterSpec:
         hosts = self._hosts
-        # Launchers give each process the name of its own host only.
+        # Launchers give a process no names of other hosts than its own.
         if hosts is None:
             if self.num_local_tasks != self.num_tasks:
                 raise RuntimeError(
@@ -70,7 +70,7 @@ class _MpiClusterResolver(ClusterResolver):
         seen: dict[str, int] = {}
         addresses = []
         for host in hosts:
-            # Count ports per host, because ranks of one host need not be successive.
+            # Count ports for each host, because its ranks need not be successive.
             addresses.append(f"{host}:{self._port_base + seen.get(host, 0)}")
             seen[host] = seen.get(host, 0) + 1
         return ClusterSpec({str(self.task_type): addresses})
@@ -91,8 +91,8 @@ class OpenMPIClusterResolver(_MpiClusterResolver):
     port_base : int
         Port of the first rank of each host; the host's other ranks have the next ports.
     hosts : sequence of str, optional
-        Host of each rank. Needed if ranks are on several hosts, because the launcher
-        does not name other hosts; without it, `cluster_spec` raises a RuntimeError.
+        Host of each rank. Required if ranks are on several hosts, because the launcher
+        does not name other hosts; if missing, `cluster_spec` raises a RuntimeError.
     rpc_layer : str, optional
         Protocol of addresses.
     variables : mapping of str to str, optional
@@ -108,7 +108,7 @@ class OpenMPIClusterResolver(_MpiClusterResolver):
     Raises
     ------
     RuntimeError
-        If another launcher started the process, or if ``hosts`` has a wrong length.
+        If this launcher did not start the process, or if ``hosts`` has a wrong length.
     """
 
     _launcher = "mpirun of Open MPI"
@@ -128,7 +128,7 @@ class MPICHClusterResolver(_MpiClusterResolver):
     _launcher = "mpiexec of MPICH"
     _rank_names = ("PMI_RANK",)
     _size_names = ("PMI_SIZE",)
-    # Hydra's variable, then the variable of srun, which speaks the same protocol.
+    # Hydra's variable, and that of srun, which uses the same protocol.
     _local_rank_names = ("MPI_LOCALRANKID", "SLURM_LOCALID")
     _local_size_names = ("MPI_LOCALNRANKS",)
 
@@ -143,8 +143,7 @@ class PMIxClusterResolver(_MpiClusterResolver):
 
     _launcher = "a PMIx launcher, such as srun --mpi=pmix"
     _rank_names = ("PMIX_RANK",)
-    # Slurm's variable of the step is before the job's, because a step may have fewer
-    # tasks.
+    # Slurm's variable of the step is first: the job may have more tasks than the step.
     _size_names = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     _local_rank_names = ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
     _local_size_names = ("OMPI_COMM_WORLD_LOCAL_SIZE",)

@@ -1,4 +1,4 @@
-"""Slurm's short notations of lists (``man scontrol``, show hostnames; ``man srun``)."""
+"""Slurm's short notations of lists: see ``scontrol show hostnames``, and srun(1)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _NAME = re.compile(r"[^\s,\[\]]*")
 _ITEM = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
 _LAST_NUMBER = re.compile(r"(.*?)(\d+)(\D*)", re.ASCII)
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
-# Maximum number of names, because a few characters of a damaged list may mean more
-# names than fit in memory.
+# Maximum number of names: a damaged list, such as n[1-99999999999], could otherwise
+# need more memory than there is.
 _MOST_NODES = 1 << 24
 
 
@@ -26,13 +26,13 @@ def expand_node_list(node_list: str) -> list[str]:
     Parameters
     ----------
     node_list : str
-        List as in ``SLURM_STEP_NODELIST``, such as ``login,n[01-03,7]-ib[0-1]``; if a
-        name has several brackets, the last one varies fastest.
+        List as in ``SLURM_STEP_NODELIST``, such as ``login,n[01-03,7]-ib[0-1]``. In a
+        name with several brackets, the numbers of the last bracket vary fastest.
 
     Returns
     -------
     list of str
-        Names in the list's order, with the list's leading zeros.
+        Names in the order of the list; leading zeros are kept.
 
     Raises
     ------
@@ -112,7 +112,7 @@ def compress_node_list(nodes: Sequence[str]) -> str:
     ValueError
         If a name is empty, or has commas, brackets or blanks.
     """
-    # For each group of names: the text before and after the number, and number ranges.
+    # For each group of names: texts before and after the number, and number ranges.
     groups: list[tuple[str, str, list[list[str]]]] = []
     for node in nodes:
         if not node or not _NAME.fullmatch(node):
@@ -122,7 +122,7 @@ def compress_node_list(nodes: Sequence[str]) -> str:
             )
         match = _LAST_NUMBER.fullmatch(node)
         before, number, after = match.groups() if match else (node, "", "")
-        # Join neighbors only, because the order of nodes is the order of ranks.
+        # Join only adjacent names, because the order of nodes is the order of ranks.
         last_group = groups[-1] if groups else ("", "", [])
         if not number or last_group[:2] != (before, after) or not last_group[2]:
             groups.append((before, after, [[number, number]] if number else []))

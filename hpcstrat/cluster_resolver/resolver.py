@@ -1,4 +1,4 @@
-"""The base class of resolvers, and resolvers that a program fills itself."""
+"""The base class of resolvers, and resolvers to which a program passes the cluster."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["ClusterResolver", "SimpleClusterResolver", "UnionResolver", "master_
 
 
 def master_url(address: str, rpc_layer: str | None) -> str:
-    """Return an address with the protocol before it, such as ``grpc://host:port``."""
+    """Return an address that begins with its protocol, such as ``grpc://host:port``."""
     return f"{rpc_layer}://{address}" if rpc_layer else address
 
 
 class ClusterResolver(ABC):
-    """Base class of resolvers, which know a cluster's tasks and this process's task.
+    """Base class of resolvers, which find a cluster's tasks and this process's task.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ class ClusterResolver(ABC):
         Returns
         -------
         str
-            Address; empty if there is no cluster, or if the task is not known.
+            Address; empty if there is no cluster, or if no task is given or known.
 
         Raises
         ------
@@ -185,12 +185,12 @@ class SimpleClusterResolver(ClusterResolver):
 
 
 class UnionResolver(ClusterResolver):
-    """Several clusters as one; the first resolver tells which task this process is.
+    """Several clusters as one; this process's task is that of the first resolver.
 
-    If several resolvers list tasks of the same job, the lists are joined. If a resolver
-    numbers the tasks of a job, all resolvers' numbers are kept, and `cluster_spec`
+    If all resolvers with a job list its tasks, the lists are joined. If one maps task
+    numbers to the job's tasks, all resolvers' numbers are kept, and `cluster_spec`
     raises a KeyError if a number occurs twice. Without arguments for a task,
-    ``master()`` returns the first address that a resolver knows.
+    ``master()`` returns the first address that a resolver has.
 
     Parameters
     ----------
@@ -248,7 +248,7 @@ class UnionResolver(ClusterResolver):
         task_id: int | None = None,
         config_proto: Any = None,
     ) -> dict[str, int]:
-        # As in tf.distribute, accelerators of several clusters are not added.
+        # As in tf.distribute, do not add accelerators of the other clusters.
         return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
 
     @property
@@ -257,7 +257,7 @@ class UnionResolver(ClusterResolver):
 
 
 def _merged(job: str, parts: list[list[str] | dict[int, str]]) -> dict[int, str]:
-    # Number the tasks of lists anew; keep the task numbers of mappings.
+    # Number the tasks again if all parts are lists, or else keep their numbers.
     if all(isinstance(part, list) for part in parts):
         return dict(enumerate(address for part in parts for address in part))  # type: ignore[misc]
     tasks: dict[int, str] = {}

@@ -24,15 +24,15 @@ class SlurmClusterResolver(AllocationClusterResolver):
     port_base : int
         Port of the first task of each node; the node's other tasks have the next ports.
     gpus_per_node : int, optional
-        Default: the number that Slurm sets in the environment; 0 if it sets none.
+        Default: the number that Slurm sets in the environment, or 0 if it sets none.
     gpus_per_task : int, optional
         Default: the node's GPUs divided by its tasks.
     tasks_per_node : int, sequence of int, or str, optional
         Default: the numbers that Slurm sets in the environment. A string has Slurm's
         notation, such as ``2(x3),1``.
     auto_set_gpu : bool
-        Whether `cluster_spec` sets ``CUDA_VISIBLE_DEVICES`` to this task's GPUs, if
-        there are any, and if the scheduler has not done so.
+        Whether `cluster_spec` sets ``CUDA_VISIBLE_DEVICES`` to this task's GPUs, if it
+        has any, unless the scheduler has set it to them.
     rpc_layer : str
         Protocol of addresses.
     variables : mapping of str to str, optional
@@ -48,7 +48,7 @@ class SlurmClusterResolver(AllocationClusterResolver):
     Raises
     ------
     RuntimeError
-        Outside of a job step, or if numbers of tasks, nodes or GPUs do not fit.
+        Outside of a job step, or if numbers of tasks, nodes or GPUs do not match.
     ValueError
         If a variable of Slurm has an unknown form.
     """
@@ -78,8 +78,7 @@ class SlurmClusterResolver(AllocationClusterResolver):
 
     def _find_placement(self, env: Mapping[str, str]) -> Placement:
         rank = _number(env, "SLURM_PROCID")
-        # Read the step's variables, because sbatch sets the job's variables for its
-        # script, too.
+        # Read the step's variables, because sbatch also sets the job's for its script.
         num_tasks = _number(env, "SLURM_STEP_NUM_TASKS")
         nodes = expand_node_list(_text(env, "SLURM_STEP_NODELIST"))
         tasks = self._tasks_per_node
@@ -130,20 +129,18 @@ def _lay_out(
     """Return each rank's node, and the rank's number on this node."""
     places = block_places(counts)
     stated = env.get("SLURM_DISTRIBUTION", "")
-    # Ignore the distribution over sockets and cores, which moves no rank to another
-    # node.
+    # Ignore the distribution over sockets and cores, which is within a node.
     across = stated.partition(":")[0].partition(",")[0]
-    # For plane and arbitrary, the environment does not tell on which node each rank is.
+    # For plane and arbitrary, no variable has the node of each rank.
     if across in ("plane", "arbitrary"):
         raise RuntimeError(
             f"expected tasks distributed by block or cyclic, found {stated}; start the "
             "program with srun --distribution=block"
         )
     if across == "cyclic":
-        # Cyclic means one task to each node in turn, see srun(1).
+        # Cyclic: one task on each node, then the next on each node, see srun(1).
         places.sort(key=lambda place: (place[1], place[0]))
-    # Check this rank, because a wrong layout would lead to wrong addresses for all
-    # ranks.
+    # Check this rank's node: a wrong layout would give all ranks wrong addresses.
     found = env.get("SLURM_NODEID", "")
     if found.isdecimal() and int(found) != places[rank][0]:
         raise RuntimeError(

@@ -16,8 +16,8 @@ class ClusterSpec:
     Parameters
     ----------
     cluster : ClusterSpec, or mapping of str to sequence or mapping
-        Addresses of the tasks of each job: a sequence, or a mapping from task numbers
-        if some numbers are missing.
+        Addresses of the tasks of each job: a sequence, or, if some task numbers are
+        missing, a mapping from task numbers to addresses.
 
     Raises
     ------
@@ -53,7 +53,7 @@ class ClusterSpec:
         Returns
         -------
         dict of str to list or dict
-            List of addresses for each job; a dict by task number if tasks are missing.
+            List of addresses of each job, or a dict by task number if some are missing.
         """
         return {
             job: dict(tasks)
@@ -75,7 +75,7 @@ class ClusterSpec:
         Returns
         -------
         int
-            Number of tasks; missing task numbers do not count.
+            Number of tasks, without missing task numbers.
         """
         return len(self._tasks(job_name))
 
@@ -134,7 +134,7 @@ class ClusterSpec:
         Returns
         -------
         list of str or None
-            Addresses by task number; None for missing tasks.
+            Address of each task, in order of task numbers; None for missing numbers.
         """
         tasks = self._tasks(job_name)
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
@@ -155,8 +155,7 @@ class ClusterSpec:
         return self._jobs == other._jobs
 
     def __hash__(self) -> int:
-        # Hash the names only, because the addresses are in mappings, which have no
-        # hash.
+        # Hash only the names: the addresses are in dicts, which cannot be hashed.
         return hash(tuple(self.jobs))
 
     def __repr__(self) -> str:
@@ -164,14 +163,14 @@ class ClusterSpec:
 
 
 def _tasks(job: str, tasks: Any) -> dict[int, str]:
-    # Refuse a string: it is a sequence, too, and each letter would become a task.
+    # Refuse a string, because it is a sequence: each letter would become a task.
     if isinstance(tasks, (str, bytes)) or not isinstance(tasks, (Sequence, Mapping)):
         raise TypeError(
             f"expected a list or mapping of addresses for job {job!r}, found "
             f"{tasks!r}; write ['host:port']"
         )
     items = tasks.items() if isinstance(tasks, Mapping) else enumerate(tasks)
-    # Convert keys, because keys of JSON are strings, and "10" would sort before "2".
+    # Convert keys: those of JSON are strings, and "10" would be sorted before "2".
     numbered = sorted((int(index), address) for index, address in items)
     for index, address in numbered:
         if index < 0:

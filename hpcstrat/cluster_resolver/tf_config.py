@@ -17,8 +17,8 @@ class TFConfigClusterResolver(ClusterResolver):
     """A resolver that reads ``TF_CONFIG``: JSON with ``cluster`` and ``task``.
 
     Each call reads the variable, and raises a ValueError if it is not a JSON object.
-    Without the variable, there is no cluster. A single task has an empty address. If
-    ``TF_CONFIG`` has a ``session_master``, ``master()`` always returns this address.
+    Without the variable, there is no cluster. ``master()`` always returns the
+    ``session_master`` of ``TF_CONFIG``, if set, or else an empty text for one task.
 
     Parameters
     ----------

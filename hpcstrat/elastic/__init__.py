@@ -1,4 +1,4 @@
-"""Training that continues after the loss of a rank, on a spare rank or fewer ranks.
+"""Training that continues after the loss of a rank, by a spare rank or without it.
 
 `hpcstrat.elastic.run` needs ``mpirun --with-ft ulfm`` of Open MPI 5.
 """

@@ -1,8 +1,8 @@
 """The end of a process after the loss of a rank, and the marker of finished work.
 
-``MPI_Finalize`` may wait for dead ranks, so that it is skipped after a loss. The
-launcher's exit status does not show success: it was 0 even after the loss of all ranks.
-Therefore a marker file shows that the work is finished.
+After a loss, ``MPI_Finalize`` is skipped, because it may wait for dead ranks forever.
+The launcher's exit status does not show success: it was 0 even after the loss of all
+ranks. Therefore a marker file shows that the work is finished.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["end_without_finalize_after_loss", "remove_marker", "write_marker"]
 
 
 def end_without_finalize_after_loss(pool: Pool) -> None:
-    """Arrange that MPI_Finalize is skipped at exit, if a rank was lost."""
+    """Register an exit function that skips MPI_Finalize if a rank was lost."""
     atexit.register(_end, pool, os.getpid())
 
 
@@ -35,8 +35,8 @@ def _end(pool: Pool, process: int) -> None:
         return
     if abandon_mpi():
         return
-    # `abandon_mpi` had no effect, because the program has initialized MPI by itself:
-    # exit before mpi4py calls MPI_Finalize.
+    # `abandon_mpi` had no effect, because the program itself has initialized MPI: end
+    # the process before mpi4py calls MPI_Finalize.
     finish_all()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
@@ -55,8 +55,7 @@ def remove_marker(path: str | os.PathLike[str] | None) -> None:
 def write_marker(path: str | os.PathLike[str] | None, told: dict[str, Any]) -> None:
     """Write the marker file of finished work, and flush it to the disk.
 
-    Call this on one rank. Without a path, no file is written. The file contains
-    ``told`` and the time.
+    Call this on one rank. Without a path, do nothing. The file has ``told`` and a time.
     """
     if path is None:
         return

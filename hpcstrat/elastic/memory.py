@@ -1,4 +1,4 @@
-"""`Memory`, which keeps the state from which training continues after a loss."""
+"""`Memory`, which keeps the state to restore after the loss of a rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Memory:
     Attributes
     ----------
     state : dict
-        The plain values, without the step, of the commit that was restored.
+        The values that were passed to the restored `commit`, without the step.
     """
 
     def __init__(self, partner_copies: bool = False) -> None:
@@ -62,7 +62,7 @@ class Memory:
         self._objects, self._restored, self._number, self._calls = None, False, 0, -1
 
     def track(self, **objects: Any) -> None:
-        """Choose the objects to keep; required in each call of the training function.
+        """Choose the objects to keep; call this in each call of the training function.
 
         Not collective; the objects must exist, and be the same on every rank.
 
@@ -110,8 +110,8 @@ class Memory:
         Returns
         -------
         int or None
-            The step of that commit. None if there is no commit, such as at the start;
-            then nothing changes.
+            The step of that commit. None if there is no commit, such as at the start of
+            the job; then nothing changes.
 
         Raises
         ------
@@ -129,12 +129,12 @@ class Memory:
         place = strategy.topology.worker_id
         report = Inventory(self._joined, place, [_holding(commit) for commit in held])
         reports = collectives.all_gather_object(report, "restoring from memory")
-        # Choose partners anew, because the active ranks change with every loss.
+        # Choose partners again, because each loss changes the active ranks.
         self._partners = partners_of([other.worker for other in reports])
         key = choose(reports)
         self._restored = True
         if key is None:
-            # All ranks start anew, so that these commits must never be restored.
+            # All ranks start from the beginning: never restore these older commits.
             for commit in held:
                 commit.key = None
             return None
@@ -142,12 +142,12 @@ class Memory:
         restore = restore_whole if strategy.logical else restore_snapshot
         restore(commit, key, objects, strategy, reports)
         for other in held:
-            # Discard the other commit: it is older, or not all ranks have it.
+            # Discard the other commit, which is older, or which not all ranks have.
             if other is not commit:
                 other.key = None
         self.state = from_text(commit.python[""])
-        # Commit immediately, so that new ranks have a commit, too. Without this commit,
-        # a loss before the next one would lose the parts that new ranks have received.
+        # Commit immediately: without a commit on new ranks, another loss before the
+        # next commit would lose the parts that new ranks have just received.
         self._number += 1
         self._keep(commit.step, commit.python[""])
         return commit.step
@@ -156,18 +156,17 @@ class Memory:
     def commit(self, step: int, **state: Any) -> None:
         """Keep the current state, to continue from it after a rank is lost.
 
-        Logically collective over the strategy's replicas: all must call it, but it only
-        copies memory. It communicates only for partner copies, for logical replicas, or
-        if the strategy has made no collective call since the last commit.
+        Logically collective over the strategy's replicas: all must call it, but mostly
+        it only copies memory. It communicates for partner copies, for logical replicas,
+        or if the strategy has made no collective call since the last commit.
 
         Parameters
         ----------
         step : int
-            The number that `restore` returns.
+            Number that `restore` returns if it restores this commit.
         **state : object
-            More plain values to keep, the same on every replica, of types that a
-            `CheckpointManager` can save. `restore` assigns these values to
-            ``memory.state``.
+            Further values to keep, the same on every replica, of types that a
+            `CheckpointManager` can save. `restore` assigns them to ``memory.state``.
 
         Raises
         ------
@@ -176,7 +175,7 @@ class Memory:
         ValueError
             If a value of the state cannot be restored unchanged.
         """
-        # Count a commit even if it fails here, because other replicas may succeed.
+        # Count this commit even if it fails here, because other replicas count it, too.
         self._number += 1
         self._tracked("commit")
         if not self._restored:
@@ -195,7 +194,7 @@ class Memory:
         return self._objects
 
     def _keep(self, step: int, text: bytes) -> None:
-        # Overwrite the older commit: a rank may die before the new one is complete.
+        # Overwrite the older commit, because a loss may interrupt this commit.
         commit = min(self._commits, key=lambda c: c.key or (-1, -1))
         strategy, objects = self._strategy, self._objects
         assert strategy is not None
@@ -204,8 +203,8 @@ class Memory:
         channel = strategy.collectives.channel
         if channel is not None:
             channel.pending.drain()
-            # With a collective call between commits, ranks differ by at most one
-            # commit, so that two commits in memory suffice.
+            # If there is a collective call between commits, no rank is more than one
+            # commit ahead, so that all have a commit in common if each keeps two.
             if channel.num_calls == self._calls:
                 strategy.collectives.barrier(f"commit of step {step}")
         if strategy.logical:

@@ -1,4 +1,4 @@
-"""Restoring of a commit from memory, and the replacement of lost ranks' parts."""
+"""Restoring a commit from the ranks' memory, with the parts of lost replicas."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Inventory:
     """A replica's list of the commits in its memory.
 
     ``joined`` is the generation in which the replica became active. ``holdings`` has a
-    tuple for each commit: its key, the replica's rank at the commit, the number of
-    ranks at the commit, and the replicas of whose parts this replica has copies.
+    tuple for each commit: its key, this replica's number and the number of replicas at
+    the commit, and the numbers of other replicas whose parts are copied here.
     """
 
     joined: int
@@ -40,10 +40,10 @@ class Inventory:
 class _Handover:
     """A plan of which replicas supply and receive the parts of a commit.
 
-    The plan is the same on every replica. ``holders`` maps a current replica that has
-    the commit to its number at the commit. ``newcomers`` maps a current replica that
+    The plan is the same on every replica. ``holders`` maps each replica that has the
+    commit to the number that it had at the commit. ``newcomers`` maps each replica that
     does not have the commit to the lost replica that it replaces, or to None. ``lost``
-    maps a lost replica to a current replica that has a copy of its part, or to None.
+    maps each lost replica to a replica that has a copy of its part, or to None.
     """
 
     holders: dict[int, int]
@@ -56,10 +56,10 @@ class _Handover:
 
 
 def choose(reports: Sequence[Inventory]) -> Key | None:
-    """Return the key of the newest commit that all older ranks have, or None."""
+    """Return the key of the newest commit that can be restored, or None."""
     keys = {holding[0] for report in reports for holding in report.holdings}
     for key in sorted(keys, reverse=True):
-        # A rank that joined after this commit need not have it, and receives it later.
+        # A rank that joined after this commit will receive it from another rank.
         if all(
             report.joined > key[0] or key in [h[0] for h in report.holdings]
             for report in reports
@@ -78,7 +78,7 @@ def _handover(key: Key, reports: Sequence[Inventory]) -> _Handover:
                 holders[now], num_replicas = replica, count
                 copies.update(dict.fromkeys(sources, now))
     missing = sorted(set(range(num_replicas)) - set(holders.values()))
-    # New ranks replace the lost replicas in order; surplus new ranks replace none.
+    # New replicas replace lost ones in order; further new replicas replace none.
     fresh = [now for now in range(len(reports)) if now not in holders]
     replaced: list[int | None] = [*missing, *[None] * len(fresh)]
     return _Handover(
@@ -98,7 +98,7 @@ def restore_snapshot(
     """Restore all objects from the commit ``key``, which `choose` has returned.
 
     Collective over the strategy's replicas. On replicas that joined after the commit,
-    ``commit`` is empty and filled here.
+    ``commit`` is empty; it is filled with the values of another replica.
     """
     handover = _handover(key, reports)
     now = strategy.replica_id
@@ -118,7 +118,7 @@ def restore_snapshot(
     for match in matches:
         _assign(match, values, strategy)
     objects.reset(unmade)
-    # Lost parts are missing in sums, so that a mean must not count their replicas.
+    # Replicas whose parts are lost are missing in sums: do not count them in means.
     gone = sum(keeper is None for keeper in handover.lost.values())
     objects.end_restore(commit.num_replicas - gone, strategy.num_replicas_in_sync)
     for name, thing in objects.iterators.items():
@@ -140,9 +140,9 @@ def restore_whole(
 ) -> None:
     """Restore all objects from a commit of logical replicas.
 
-    Collective, with the parameters of `restore_snapshot`. A commit has the parts of all
-    logical replicas, so that no state is lost with a rank: each logical replica gets
-    its own state, on any rank.
+    Collective, with the parameters of `restore_snapshot`. On each rank, such a commit
+    has the parts of all logical replicas, so that no state is lost with a rank: each
+    logical replica gets its own state, on whichever rank it now is.
     """
     handover = _handover(key, reports)
     if handover.newcomers:
@@ -160,7 +160,7 @@ def restore_whole(
 def _match(
     commit: Snapshot, objects: Objects, strategy: Replicas, *, per_replica: str
 ) -> tuple[list[Match], list[str]]:
-    """Match saved values with variables, without casts and with no value unused."""
+    """Match saved values with variables; refuse casts and unused values."""
     return match_entries(
         commit.header(),
         objects.variables(),
@@ -176,7 +176,7 @@ def _end(commit: Snapshot, objects: Objects, strategy: Replicas) -> None:
     """Restore objects with plain state, and compare variables between replicas."""
     for name, thing in objects.python.items():
         thing.load_state_dict(from_text(commit.python[name]))
-    # If the restored state is wrong, raise here, before the training diverges.
+    # If restored copies differ, raise here, before the training diverges.
     check_mirrored(strategy, objects.variables())
 
 
@@ -199,7 +199,7 @@ def _give_to_newcomers(
     if strategy.rank not in handover.holders:
         commit.step, commit.num_replicas, commit.entries = found[:3]
         commit.iterators, commit.python = found[3:5]
-        # Values that differ between replicas are zero until `_restore_lost`.
+        # Until `_restore_lost`, values that differ between replicas are zero.
         commit.arrays = {p: np.zeros(s, d) for p, (d, s) in found[5].items()}
     paths = list(commit.entries) if strategy.logical else commit.mirrored()
     arrays = [commit.arrays[path] for path in paths]
@@ -215,7 +215,7 @@ def _restore_lost(
     values: dict[str, Array],
     rows: dict[str, Array],
 ) -> None:
-    """Restore the parts of lost replicas from copies, and fill new replicas."""
+    """Restore lost replicas' parts from copies, into ``values`` and ``rows``."""
     now = strategy.replica_id
     collectives = strategy.collectives
     heirs = {lost: new for new, lost in handover.newcomers.items() if lost is not None}
@@ -225,9 +225,9 @@ def _restore_lost(
         part = commit.copies.get(lost) if now == keeper else None
         part = collectives.broadcast_object(part, keeper, f"part of lost rank {lost}")
         arrays, streams = commit.unpacked(part)
-        # A rank that replaces the lost rank receives the whole part. If no rank
-        # replaces it, a sum keeps its total, the new replica 0 receives a lost replica
-        # 0's value, and other values are lost.
+        # A rank that replaces the lost rank receives the whole part. If no rank does,
+        # the keeper adds lost sums to its own, so that totals are unchanged; the new
+        # replica 0 gets the first replica's values; other values are lost.
         if lost in heirs:
             if now == heirs[lost]:
                 values.update(arrays)
@@ -262,7 +262,7 @@ def _fill_newcomers(
     values: dict[str, Array],
     without: list[int],
 ) -> None:
-    """Set values on new replicas for which no copy of lost values exists."""
+    """Set the values of new replicas that get no lost replica's part from a copy."""
     for path in commit.on_read():
         rule = rule_of(commit.entries[path].aggregation)
         if rule is None:
@@ -309,10 +309,10 @@ def _warn_of_lost(
 def _assign(match: Match, values: dict[str, Array], strategy: Replicas) -> None:
     value = values.get(match.entry.path)
     if value is None:
-        # With aggregation NONE, a new replica keeps its initial value.
+        # The variable of a new replica, with aggregation NONE, keeps its initial value.
         return
     if match.variable is None:
-        # The owner, such as an optimizer in its first step, makes the variable later.
+        # The owner makes the variable later, as an optimizer does in its first step.
         match.owner.checkpoint_defer(match.name, value, strategy, is_part=True)
     elif is_device(match.variable.component):
         store(match.variable.component, value)

@@ -1,9 +1,9 @@
 """The pool of a job's ranks: active ranks, spare ranks, and lost ranks.
 
-After each loss, all living ranks hold a meeting: they shrink the pool's communicator to
-the living ranks, exchange their states, and agree that all of them have received all
-states. If a rank dies in the meeting, the meeting is repeated, so that all ranks have
-the same list.
+At the start, and after each loss, all living ranks hold a meeting: they shrink the
+pool's communicator to the living ranks, exchange descriptions of themselves, and agree
+that all of them have received all descriptions. If a rank dies meanwhile, the meeting
+is repeated, so that all ranks have the same list.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _RELEASED = 1
 class Member:
     """A rank's description of itself for a meeting; ``rank`` is its number in the job.
 
-    ``node`` is used to choose a spare rank on the same node. ``returned`` is whether
+    ``node`` is for choosing a spare rank on a lost rank's node. ``returned`` is whether
     the rank's training function has returned.
     """
 
@@ -53,8 +53,9 @@ class Meeting:
     """The result of a meeting of all living ranks; ranks are numbers in the job.
 
     ``generation`` counts meetings. ``comm`` has the active ranks, and is None on a
-    spare rank. ``active`` is in the order of replicas. ``lost`` has the ranks that have
-    died since the last meeting.
+    spare rank. ``active`` is in the order of replicas. ``lost`` has the ranks that died
+    since the last meeting; ``num_lost`` counts all ranks lost so far. ``finished`` is
+    True if the training function has returned on all active ranks.
     """
 
     generation: int
@@ -68,8 +69,8 @@ class Meeting:
 class Pool:
     """All ranks of a job; the last ``spare_ranks`` ranks wait for a rank to be lost.
 
-    Collective over all ranks of the job. ``world`` is not changed. Raises TopologyError
-    on every rank if this MPI library cannot survive the loss of a rank.
+    Collective over all ranks of the job. Raises TopologyError on every rank if this MPI
+    library cannot survive the loss of a rank.
     """
 
     def __init__(self, mpi: Any, world: Any, spare_ranks: int) -> None:
@@ -84,12 +85,12 @@ class Pool:
         self._rank = world.rank
         self._size = world.size
         self._generation = 0
-        # The rank of each replica, by the replica's number.
+        # The active rank of each replica, by the replica's number.
         self._places: dict[int, Member] = {}
         self._num_places = world.size - spare_ranks
         self._members: dict[int, Member] = {}
         if not self._alone:
-            # Each rank checks without a message, because ranks may be lost already.
+            # Check without messages, because ranks may already be lost.
             problem = problem_with_survival(mpi)
             if problem:
                 raise TopologyError(problem)
@@ -108,13 +109,13 @@ class Pool:
             self._generation += 1
             return Meeting(self._generation, self._comm, (0,), (), 0, finished)
         if self._generation:
-            # Revoke, to wake spare ranks, and ranks that do not know of the loss yet.
+            # Wake spare ranks, and ranks whose calls have not found the loss yet.
             revoke([self._comm])
         members, places, active = self._agreed(functools.partial(self._exchange, own))
         return self._conclude(members, places, active)
 
     def living(self, word: str = "") -> dict[int, str]:
-        """Agree on the living ranks; return the ``word`` of each, by rank.
+        """Agree on the living ranks; return the ``word`` that each has passed, by rank.
 
         Collective over all living ranks of the job.
         """
@@ -129,7 +130,7 @@ class Pool:
         """Call ``exchange`` on the living ranks; repeat it if a rank dies meanwhile."""
         while True:
             comm = self._comm = self._comm.Shrink()
-            # With this error handler, a loss raises an exception instead of aborting.
+            # With this error handler, a loss raises an exception instead of an abort.
             comm.Set_errhandler(self._mpi.ERRORS_RETURN)
             result, heard = None, False
             try:
@@ -147,8 +148,7 @@ class Pool:
                 if not is_loss(self._mpi, error):
                     raise
                 heard = False
-            # ``Agree`` returns the same value on all living ranks, so that either all
-            # ranks use the result, or all repeat.
+            # ``Agree`` returns the same on all living ranks: all return, or all repeat.
             if heard:
                 return result
             revoke([comm])
@@ -189,7 +189,7 @@ class Pool:
         return {member.rank for member in self._places.values()}
 
     def _assigned(self, members: list[Member]) -> dict[int, Member]:
-        """Return the rank for each replica number: the same as before, or a spare."""
+        """Return the rank for each replica's number: its last rank, or a spare rank."""
         if not self._places:
             first = sorted(members, key=lambda member: member.rank)
             return dict(enumerate(first[: self._num_places]))
@@ -200,7 +200,7 @@ class Pool:
         for place, member in sorted(self._places.items()):
             if member.rank in present:
                 places[place] = member
-        # Living members keep their places, because they have these replicas' state.
+        # A living rank keeps its place (above), because it has that replica's state.
         for place in range(self._num_places):
             if place in places or not spares:
                 continue
@@ -213,12 +213,12 @@ class Pool:
     def wait(self) -> bool:
         """Wait as a spare rank for a meeting; return False if none will follow.
 
-        Returns False when an active rank has failed with an error that is no loss. The
-        wait sleeps, because the active ranks may need this core.
+        Returns False after `release_spares`: an active rank has failed by an error that
+        is no loss. The wait sleeps, because the active ranks may need this core.
         """
         look_at = time.monotonic() + _LOOK_SECONDS
         while not self._comm.Is_revoked():
-            # Drive MPI's progress by a call on COMM_SELF, which dead ranks cannot fail.
+            # Let MPI progress, by a call on COMM_SELF, which cannot fail by dead ranks.
             self._mpi.COMM_SELF.Iprobe()
             now = time.monotonic()
             if now > look_at:
@@ -236,8 +236,7 @@ class Pool:
         except self._mpi.Exception as error:
             if not is_loss(self._mpi, error):
                 raise
-            # Another spare rank may have died: acknowledge this, so that probes work
-            # again.
+            # Acknowledge the death of another spare rank, so that probes work again.
             if not self._comm.Is_revoked():
                 self._comm.Ack_failed()
             return False
@@ -248,15 +247,14 @@ class Pool:
         return any(ranks[index] in active for index in lost_ranks(self._comm))
 
     def release_spares(self) -> None:
-        """Let the spare ranks return from `wait`, because this rank has failed."""
+        """Make `wait` return False on the spare ranks, because this rank has failed."""
         if self._alone:
             return
         active = self._active()
         for index, rank in enumerate(sorted(self._members)):
             if rank not in active:
                 try:
-                    # Do not wait for the send: a spare rank that has died never
-                    # receives it.
+                    # Do not wait for the send, which a dead spare rank never receives.
                     self._comm.Isend(b"", dest=index, tag=_RELEASED)
                 except self._mpi.Exception as error:
                     if not is_loss(self._mpi, error):
@@ -277,5 +275,5 @@ def _clean_up(lost: list[Member]) -> None:
                 try:
                     os.unlink(path)
                 except OSError:
-                    # Another living rank has removed the file, or another user owns it.
+                    # Another rank has removed the file, or another user owns it.
                     continue

@@ -1,4 +1,4 @@
-"""The elastic training loop: train; after a loss, hold a meeting and train again."""
+"""The elastic training loop: train, and after the loss of a rank, train again."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def run(
     When a rank dies, collective calls in the function raise `RankLostError` on all
     remaining ranks; the function must not catch this error. A spare rank, if there is
     one, replaces the lost rank; without a spare rank, there is one replica less. Then
-    the function is called again, with a new strategy. It must make its variables and
-    datasets anew, and call ``memory.restore()``, which restores the last commit.
+    ``run`` calls the function again, with a new strategy. The function must make new
+    variables and datasets, and call ``memory.restore()`` to restore the last commit.
 
     Parameters
     ----------
@@ -60,19 +60,18 @@ def run(
         Function with two parameters, a `MultiWorkerMirroredStrategy` and a `Memory`. It
         is called on the active ranks.
     spare_ranks : int
-        Number of ranks, the last ones of the job, that wait until another rank is lost.
+        Number of ranks (the last ones of the job) that wait to replace a lost rank.
     min_replicas : int
         Least number of replicas for the training to continue.
     max_losses : int, optional
-        Largest number of lost ranks, including spare ranks, for the training to
+        Largest number of lost ranks, spare ranks included, for the training to
         continue; default: no limit.
     completion_marker : str or path, optional
         File that the first active rank writes when the function has returned on all
         ranks; an older file is removed at the start.
     partner_copies : bool
-        Whether each commit also sends a replica's own state (its parts of SyncOnRead
-        variables and random streams) to a replica of another worker, which keeps a
-        copy.
+        Whether a second replica (of another worker, if there is one) keeps a copy of
+        each replica's own state: its parts of SyncOnRead variables and random streams.
     **strategy_options : object
         Options of `MultiWorkerMirroredStrategy`, except ``comm``, ``on_lost_rank`` and
         ``progress_thread``.
@@ -90,12 +89,12 @@ def run(
     RankLostError
         On every rank, if too few ranks are left.
     ValueError
-        If the numbers do not fit the number of ranks, or an option is not allowed; the
-        ranks without that option raise ReplicaError.
+        If the numbers do not fit the number of ranks, or an option is not allowed. If
+        only some ranks pass that option, the other ranks raise ReplicaError.
     OSError
         On every rank, if ``completion_marker`` cannot be removed or written.
     """
-    # Do not raise yet: `creation.meet` reports the problem, so that all ranks raise.
+    # Do not raise yet: `creation.meet` raises this problem on all ranks.
     problem = _problem_of(strategy_options)
     given = strategy_options.get("settings") or Settings()
     with Creation("start of elastic.run", given) as creation:
@@ -124,11 +123,11 @@ def run(
             # An active rank has failed with an error, which ends the training.
             return None
         meeting = pool.meet(outcome.returned)
-        # Other ranks have left the strategy, even if only this rank has finished.
+        # Even if the function has returned here, other ranks have left this strategy.
         if outcome.strategy is not None:
             outcome.strategy.abandon()
         if not meeting.finished:
-            # A save that still runs might overwrite files of the next training.
+            # A save that still runs might overwrite files of the next call's saves.
             give_up_all(RankLostError("a rank was lost", meeting.lost))
     if completion_marker is not None:
         _mark(completion_marker, pool, meeting, mpi.COMM_WORLD.rank)
@@ -166,7 +165,7 @@ def _train(
     meeting: Meeting,
     options: dict[str, Any],
 ) -> _TrainingEnd:
-    """Call the training function once; return its outcome, also if a rank was lost."""
+    """Call the training function once; return the outcome, even if a rank was lost."""
     outcome, strategy = _TrainingEnd(), None
     try:
         strategy = MultiWorkerMirroredStrategy(
@@ -178,7 +177,7 @@ def _train(
             outcome.result = train(strategy, memory)
         except SystemExit as error:
             outcome.exits = error
-        # After a loss it has not returned, even if it has caught the RankLostError.
+        # After a loss, call the function again, even if it has caught RankLostError.
         outcome.returned = strategy.lost_ranks is None
         strategy.collectives.barrier("end of elastic.run")
     except Exception as error:
@@ -186,8 +185,8 @@ def _train(
         if not _is_of_loss(error, strategy):
             pool.release_spares()
             raise
-        # If the function has returned on this rank, keep its result: the loss was found
-        # in the barrier. If it has returned on all ranks, the training is finished.
+        # If the function has returned here, the loss was found in the barrier: keep the
+        # result. The training is finished if it has returned on all ranks.
         if not outcome.returned:
             outcome.exits = outcome.result = None
         if not isinstance(error, RankLostError):
@@ -203,13 +202,13 @@ def _train(
     if strategy is not None and not outcome.returned:
         strategy.abandon()
         outcome.strategy = None
-        # Collect garbage, because the error's frames may keep all old variables alive.
+        # Collect garbage, because the error's frames may hold all old variables.
         gc.collect()
     return outcome
 
 
 def _is_of_loss(error: Exception, strategy: MultiWorkerMirroredStrategy | None) -> bool:
-    """Return whether a lost rank caused an error; if so, notify the other ranks."""
+    """Return whether the loss of a rank caused ``error``; if so, notify other ranks."""
     if strategy is None:
         return isinstance(error, RankLostError)
     if strategy.lost_ranks is not None:
@@ -217,7 +216,7 @@ def _is_of_loss(error: Exception, strategy: MultiWorkerMirroredStrategy | None) 
     channel: Any = strategy.collectives.channel
     topology = strategy.topology
     if channel is not None and is_loss(topology.mpi, error, topology.replica_comm):
-        # The error may be of any communicator: the program's or the topology's.
+        # ``error`` may be of a communicator of the program or of the topology.
         return (
             channel.failures.rank_loss.found(error, "the training function") is not None
         )
@@ -297,7 +296,7 @@ def _check_enough(meeting: Meeting, min_replicas: int, max_losses: int | None) -
 
 
 def _report(meeting: Meeting, noticed_at: float) -> None:
-    """Log on the first active rank: the lost ranks, and the remaining replicas."""
+    """Log the lost ranks, and the number of replicas, on the first active rank."""
     if meeting.comm is None or meeting.comm.rank or not meeting.lost:
         return
     get_logger("elastic").warning(

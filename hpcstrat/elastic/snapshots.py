@@ -30,8 +30,8 @@ class Snapshot:
 
     ``arrays`` has this replica's components of variables. ``iterators`` has positions
     in datasets, and this replica's own row of each random stream. ``python`` has plain
-    state by object; the program's own state has an empty name. ``copies`` has results
-    of `own_part` on other replicas, by replica.
+    state by the object's name; the values passed to ``commit`` have an empty name.
+    ``copies`` has partner copies: results of `own_part` on other replicas, by replica.
     """
 
     # None while `fill` runs, because an incomplete snapshot is no commit.
@@ -48,7 +48,7 @@ class Snapshot:
     copies: dict[int, Array] = field(default_factory=dict)
 
     def fill(self, objects: Objects, python: Mapping[str, bytes]) -> None:
-        """Copy the state of all objects into this snapshot, and reuse its arrays."""
+        """Copy the state of all objects into this snapshot, whose arrays are reused."""
         self.key = None
         variables = objects.variables()
         # For variables on a GPU, `to_host` waits for their last update.
@@ -75,7 +75,7 @@ class Snapshot:
         """Copy the state of all objects, with the parts of all logical replicas.
 
         Collective over the strategy's replicas. Each rank then has the whole state, so
-        that nothing is lost with other ranks.
+        that the loss of other ranks loses no state.
         """
         self.key = None
         variables = objects.variables()
@@ -86,7 +86,7 @@ class Snapshot:
         self._copy_python(objects, python)
 
     def _copy(self, entries: dict[str, Entry], values: Mapping[str, Array]) -> None:
-        """Copy values; reuse an array of the last call if shape and type are equal."""
+        """Copy values, to the last call's arrays if shape and type are equal."""
         self.entries = entries
         for path in self.arrays.keys() - values.keys():
             del self.arrays[path]
@@ -99,7 +99,7 @@ class Snapshot:
                 kept[...] = value
 
     def _copy_python(self, objects: Objects, python: Mapping[str, bytes]) -> None:
-        """Copy the program's own state, and the state of objects with plain state."""
+        """Copy ``python``, and the states of objects with plain state."""
         self.python = dict(python)
         for name, thing in objects.python.items():
             self.python[name] = as_text(name, thing.state_dict())
@@ -109,8 +109,7 @@ class Snapshot:
         """Return the bytes of the state that only this replica has.
 
         These are its components of SyncOnRead variables, and its rows of random
-        streams. The length is the same on every replica, so that partners can allocate
-        buffers.
+        streams. The length is the same on every replica, as `exchange` requires.
         """
         parts = [self.arrays[p].reshape(-1).view(np.uint8) for p in self.on_read()]
         parts += [row.reshape(-1).view(np.uint8) for row in self._rows()]
@@ -119,7 +118,7 @@ class Snapshot:
     def unpacked(self, part: Array) -> tuple[dict[str, Array], dict[str, Array]]:
         """Return the arrays (by path) and random streams (by name) in an `own_part`.
 
-        ``part`` may be of any replica, because all parts have the same order and sizes.
+        ``part`` may be that of any replica: all have the same order and sizes.
         """
         arrays, rows, start = {}, {}, 0
         for path in self.on_read():
@@ -135,10 +134,7 @@ class Snapshot:
         return arrays, rows
 
     def on_read(self) -> list[str]:
-        """Return the paths of values that differ between replicas.
-
-        The order is the same on every replica, as in `mirrored`.
-        """
+        """Return the paths of values that differ between replicas, in fixed order."""
         return [p for p, e in self.entries.items() if e.synchronization == _on(True)]
 
     def mirrored(self) -> list[str]:
@@ -152,7 +148,7 @@ class Snapshot:
     def header(self) -> Header:
         """Return a checkpoint's header with this state, for `match_entries`."""
         python = {name: from_text(text) for name, text in self.python.items()}
-        # Leave out the program's own state, which has an empty name and no object.
+        # Leave out the values passed to ``commit``, which belong to no object.
         own = {name: state for name, state in python.items() if name}
         header = Header(self.step, self.num_replicas, dict(self.entries))
         header.iterators, header.python = self.iterators, own
@@ -167,8 +163,8 @@ def partners_of(workers: Sequence[int]) -> list[int]:
     """Return each replica's partner, the replica that keeps a copy of its part.
 
     ``workers`` has the worker of each replica. The partner is the replica at the same
-    position in the next worker, because a host is lost as a whole. If there is only one
-    worker, the partner is the next replica.
+    position in the next worker, because all ranks of a host may be lost together. If
+    there is only one worker, the partner is the next replica.
     """
     count = len(workers)
     if len(set(workers)) == 1:
@@ -191,15 +187,15 @@ def exchange(
 ) -> dict[int, Array]:
     """Send a part to this replica's partner; return the parts received, by sender.
 
-    Collective over the strategy's replicas, which must be two or more. Parts have the
-    same length on all replicas.
+    Collective over the strategy's replicas, of which there must be two or more. Parts
+    have the same length on all replicas.
     """
     own = strategy.replica_id
     sources = [r for r, partner in enumerate(partners) if partner == own]
     received = {source: np.empty_like(part) for source in sources}
     collectives = strategy.collectives
     what = f"partner copies of {part.size} bytes"
-    # Synchronize after allocating buffers: after this, no rank can fail alone.
+    # Synchronize after allocating buffers: if memory is short, a rank fails before it.
     collectives.barrier(what)
     with collectives.moving(what) as comm:
         comm.exchange({partners[own]: part}, received, _TAG)

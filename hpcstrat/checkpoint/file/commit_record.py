@@ -4,11 +4,11 @@ The record contains the hash of the prefix and its own hash. The prefix contains
 hashes of the data blocks. The record also contains the offsets of all parts, so that a
 file can be checked without HDF5.
 
-During a background save, each replica writes a verdict on its part after the record.
-The saving threads cannot call MPI, so replica 0 reads the verdicts to learn that all
-parts are on the disk. Replica 0 then removes the verdicts, by truncating the file, and
-renames the file. Each verdict has its own pages, so that two hosts never write to the
-same page.
+In a background save, each replica also writes a verdict to the file, behind the place
+of the record: whether the replica's part is on the disk. The saving threads cannot call
+MPI, so a thread of replica 0 reads the verdicts. When all parts are on the disk, this
+thread truncates the file, to remove the verdicts, and renames the file. Each verdict
+has its own pages, so that two hosts never write to the same page.
 """
 
 from __future__ import annotations
@@ -61,21 +61,21 @@ _FIELDS = struct.Struct(f"<16s8Q{_ROOT_BYTES}s")
 _SELF = struct.Struct("<Q")
 # The prefix is read in parts of this size, because a forged prefix may be large.
 _PART_BYTES = 16 << 20
-# Upper limits for the numbers in a record, which may be forged: twice the size of a
-# `Skeleton`, and two gaps of a stripe.
+# Upper limits for sizes in a record, which may be forged: twice the largest structures
+# of a `Skeleton`; and the gaps in a prefix, two stripes.
 _MOST_STRUCTURE_BYTES = 1 << 33
 _MORE_BYTES = 2 << 20
 NONCE_BYTES = 16
 
 _VERDICT_MAGIC = b"hpcsverd"
-# Magic, nonce of the save, replica, error number, number of hashes. The hashes follow,
-# and then the hash of all these bytes.
+# Magic, nonce of the save, replica, error number, number of hashes. After this head, a
+# verdict has the hashes of the replica's blocks, and the hash of all these bytes.
 _VERDICT_HEAD = struct.Struct(f"<8s{NONCE_BYTES}sIIQ")
 _VERDICT_TAIL = struct.Struct("<Q")
 
 
 def block_hash(data: memoryview) -> int:
-    """Return the 64-bit XXH3 hash (seed 0) of bytes; other threads run meanwhile."""
+    """Return the 64-bit XXH3 hash (seed 0) of bytes, without holding Python's lock."""
     return xxhash.xxh3_64_intdigest(data)
 
 
@@ -122,8 +122,8 @@ def has_record(file: int) -> bool:
 def read_vouched(file: int, path: str) -> Vouched:
     """Check a file except for its data; return the hashes for a check of the data.
 
-    ``file`` is open without O_DIRECT. Raises CorruptCheckpointError if the length or a
-    bit was changed.
+    ``file`` is open without O_DIRECT. Raises CorruptCheckpointError if the file's
+    length, or a bit outside of the data, has changed.
     """
     size = os.fstat(file).st_size
     if size <= RECORD_BYTES:
@@ -147,7 +147,7 @@ def read_vouched(file: int, path: str) -> Vouched:
         and plan.data_start % PAGE_BYTES == 0
         and plan.num_blocks == num_blocks
         and 8 * num_blocks <= plan.data_start - plan.table_start
-        # Saves never write larger structures, and reading those would take long.
+        # Saves never write larger structures; a forged size would make reading slow.
         and plan.table_start <= _MOST_STRUCTURE_BYTES
         and plan.data_start <= 2 * plan.table_start + 8 * num_blocks + _MORE_BYTES
     )
@@ -184,14 +184,14 @@ def _stride(plan: FileLayout, num_replicas: int) -> int:
 
 
 def room_bytes(plan: FileLayout, num_replicas: int) -> int:
-    """Return the number of bytes after the end of a file for all replicas' verdicts."""
+    """Return the size in bytes of all replicas' verdicts, which follow the record."""
     return _stride(plan, num_replicas) * num_replicas
 
 
 def write_verdict(
     path: str, plan: FileLayout, place: tuple[int, int], nonce: bytes, part: int | Array
 ) -> None:
-    """Write this replica's verdict (whether its part is on the disk) after the record.
+    """Write this replica's verdict (whether its part is on the disk) to the file.
 
     ``place`` is this replica's number and the number of replicas. ``nonce`` identifies
     the save. ``part`` is an error number (errno) if writing has failed, or else the
@@ -213,7 +213,7 @@ def write_verdict(
 def read_verdict(
     path: str, plan: FileLayout, place: tuple[int, int], nonce: bytes
 ) -> int | Array | None:
-    """Return the ``part`` that a replica gave `write_verdict`; None before that."""
+    """Return the ``part`` in a replica's verdict, or None if there is none yet."""
     rank, size = place
     count = len(plan.parts(size)[rank])
     most = _VERDICT_HEAD.size + 8 * count + _VERDICT_TAIL.size
@@ -229,7 +229,7 @@ def read_verdict(
     end = _VERDICT_HEAD.size + 8 * found
     tail = said[end : end + _VERDICT_TAIL.size]
     if tail != _VERDICT_TAIL.pack(block_hash(memoryview(said)[:end])):
-        # Only a part of the verdict is visible yet; the caller reads it again later.
+        # Only a part of the verdict is visible yet; the caller will call again.
         return None
     if code:
         return int(code)
@@ -247,7 +247,7 @@ class Blocks(contextlib.AbstractContextManager["Blocks"]):
         self.path = path
         self.vouched = vouched
         self._file = open_to_read(path, direct)
-        # `part` keeps the last block here, because its next call mostly needs it.
+        # `part` keeps its last block here: the next call mostly needs the same block.
         self._image: Image | None = None
         self._kept = -1
 
@@ -262,7 +262,6 @@ class Blocks(contextlib.AbstractContextManager["Blocks"]):
             read_into(self._file, data.data, start)
         except (OSError, EOFError) as error:
             if isinstance(error, OSError) and error.errno in PASSING:
-                # The file may be intact: another try may succeed.
                 raise
             raise CorruptCheckpointError(
                 f"expected readable data in {self.path}, found: {error}; restore an "
@@ -276,7 +275,7 @@ class Blocks(contextlib.AbstractContextManager["Blocks"]):
         return data
 
     def part(self, start: int, stop: int) -> bytes:
-        """Return a small range of the data; its blocks are read and checked."""
+        """Return the bytes from ``start`` to ``stop``, after checking their blocks."""
         plan, found = self.vouched.plan, bytearray()
         if self._image is None:
             self._image = Image(1, plan.block_bytes)

@@ -1,8 +1,7 @@
 """Layout of a checkpoint: the offset of each value, and the replica that writes it.
 
-The layout depends only on names, shapes and types. A file has three parts: the prefix
-(HDF5's own structures and the table of hashes), the data, which are cut into blocks,
-and the commit record::
+The layout depends only on names, shapes and types. A file consists of the prefix
+(HDF5's structures and the table of hashes), the data blocks, and the commit record::
 
     0          table_start    data_start                         data_end   size
     | structures | hashes       | block 0 | block 1 | ... | block n | record |
@@ -31,7 +30,7 @@ RECORD_BYTES = 4096
 
 _LEAST_BLOCK_BYTES = 1 << 20
 _MOST_BLOCK_BYTES = 16 << 20
-# With 8 blocks, each thread has several, and all replicas have similar loads.
+# With 8 blocks, each thread of a replica has several, and replicas' loads are similar.
 _BLOCKS_PER_REPLICA = 8
 
 
@@ -39,8 +38,8 @@ _BLOCKS_PER_REPLICA = 8
 class Extent:
     """The offset and size, in bytes, of the values of a dataset that is not empty.
 
-    ``num_rows`` is 0 if every replica has all values. If it is not 0, each replica has
-    its own row, or, with ``by_group``, each group has one.
+    ``num_rows`` is 0 if every replica has all values. If not, each replica has only its
+    own row of the dataset, or, if ``by_group``, the row of its group.
     """
 
     path: str
@@ -61,7 +60,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a block: its bytes ``place`` are bytes ``source`` of a dataset."""
+    """A part of a block: bytes ``source`` of a dataset, at ``place`` in the block."""
 
     path: str
     source: slice
@@ -95,7 +94,7 @@ class FileLayout:
 
     @cached_property
     def has_rows(self) -> bool:
-        """Whether a dataset is divided into rows that only some replicas have."""
+        """Whether some dataset is divided into rows that only some replicas have."""
         return any(extent.num_rows for extent in self.extents)
 
     def row_of(self, extent: Extent, replica: int) -> int:
@@ -103,7 +102,7 @@ class FileLayout:
         return self.group_of[replica] if extent.by_group else replica
 
     def holders(self, extent: Extent, row: int) -> list[int]:
-        """Return the replicas that have a row; the first one sends it to others."""
+        """Return the replicas that have a row; the first sends it to other writers."""
         if not extent.by_group:
             return [row]
         return [r for r, group in enumerate(self.group_of) if group == row]
@@ -129,7 +128,7 @@ class FileLayout:
         return start, min(start + self.block_bytes, self.data_end)
 
     def blocks_of(self, start: int, stop: int) -> range:
-        """Return the blocks that contain a range of bytes; none if it is empty."""
+        """Return the blocks that contain bytes ``start`` to ``stop`` of the file."""
         if start == stop:
             return range(0)
         first = (start - self.data_start) // self.block_bytes
@@ -157,7 +156,7 @@ class FileLayout:
 def choose_block_bytes(nbytes: int, num_replicas: int) -> int:
     """Return a block size for which all replicas write nearly equal numbers of bytes.
 
-    It is a power of two from 1 MiB (a stripe of parallel file systems) to 16 MiB.
+    The size is a power of two from 1 MiB (a usual stripe of file systems) to 16 MiB.
     """
     wanted = nbytes // (_BLOCKS_PER_REPLICA * num_replicas)
     power = 1 << max(wanted, 1).bit_length() - 1
@@ -197,7 +196,7 @@ def _row_owners(plan: FileLayout) -> dict[int, int]:
     """Return the writing replica of each block that one row fills by more than half."""
     owners = {}
     for extent in plan.extents:
-        # A smaller row never fills half of a block: writers receive its bytes.
+        # A smaller row fills at most half of a block, which any replica may then write.
         if not extent.num_rows or 2 * extent.row_bytes <= plan.block_bytes:
             continue
         for row in range(extent.num_rows):
@@ -213,7 +212,7 @@ def _row_owners(plan: FileLayout) -> dict[int, int]:
 
 
 def _shares(parts: list[list[int]], count: int) -> list[int]:
-    """Return how many of ``count`` items each part receives, for equal lengths."""
+    """Return how many of ``count`` items to add to each part, to equalize lengths."""
     has = [len(part) for part in parts]
 
     def needed(level: int) -> int:

@@ -28,8 +28,8 @@ __all__ = [
 
 # Ask for large pages, and for zeros in child processes (18 is MADV_WIPEONFORK of
 # madvise(2), which Python does not name). If a child process shared the pages, the next
-# write of this process would go to new pages, but a GPU would still use the old pages,
-# which it has locked.
+# write of this process would go to new pages, but a GPU would still write to the old
+# (page-locked) pages, so that a block would lose the GPU's bytes.
 _ADVICE = (mmap.MADV_HUGEPAGE, 18)
 
 
@@ -46,7 +46,7 @@ class Elsewhere(Source, Protocol):
     shape: tuple[int, ...]
 
     def write_bytes(self, start: int, data: Array) -> None:
-        """Overwrite bytes of the value, from offset ``start``."""
+        """Write ``data`` to the value's bytes from offset ``start``."""
 
 
 def is_elsewhere(value: Any) -> TypeGuard[Elsewhere]:
@@ -79,7 +79,8 @@ class ImageMemory:
     def _take_back(self, nbytes: int) -> None:
         """Keep the kernel from reclaiming the first ``nbytes`` bytes."""
         if self._lent_from < nbytes and self._region is not None:
-            # Write to each page: before Linux 5.18, a direct read does not keep a page.
+            # Write to each page: before Linux 5.18, the kernel may reclaim a page that
+            # only a direct read has filled.
             self._region.bytes[self._lent_from : nbytes : mmap.PAGESIZE] = 0
             self._lent_from = nbytes
 
@@ -95,7 +96,7 @@ class ImageMemory:
                 self._lent_from = 0
 
     def release(self) -> None:
-        """Free the memory in a thread, because it takes long; images become invalid."""
+        """Free the memory in a thread, as freeing takes long; images become invalid."""
         if self._region is not None:
             self._region.unlock()
         # The thread drops the last reference to the memory, unless an image has one.
@@ -132,7 +133,7 @@ class _Region:
     def __init__(self, nbytes: int) -> None:
         self.map = _pages(nbytes)
         self.bytes: Array = np.frombuffer(self.map, np.uint8)
-        # Functions that unlock a place, by its index.
+        # The function that unlocks each locked place, by the index of the place.
         self.unlocks: dict[int, Callable[[], Any]] = {}
         self._slot_bytes = 0
         self._refused = False
@@ -149,7 +150,7 @@ class _Region:
         return self.bytes[start : start + self._slot_bytes]
 
     def lock(self, index: int) -> bool:
-        """Lock the pages of a place; return False if the system refuses that."""
+        """Page-lock a place; return False if the system refuses to lock memory."""
         if index not in self.unlocks and not self._refused:
             unlock = lock_pages(self, self.place(index))
             if unlock is None:
@@ -182,17 +183,14 @@ class Image:
         return self._region.place(index)
 
     def lock(self, index: int) -> bool:
-        """Page-lock a place, so that a GPU can write to it; return True on success.
-
-        The pages stay locked until the memory is freed.
-        """
+        """Page-lock a place until the memory is freed; return False on failure."""
         return self._region.lock(index)
 
 
 def as_bytes(value: Array) -> Array:
     """Return the bytes of a value as they are stored: little-endian, in C order.
 
-    The result is on the value's device, and a view if the value has this form already.
+    The result is on the value's device. No copy is made if the value has this form.
     """
     if is_device(value):
         # Values on GPUs are little-endian already.
@@ -208,7 +206,7 @@ def as_bytes(value: Array) -> Array:
 def fill(
     slot: Array, plan: FileLayout, block: int, values: Mapping[str, Source]
 ) -> list[tuple[Array, Array]]:
-    """Write a block into ``slot``: the parts of ``values`` in it, and zeros in between.
+    """Write a block into ``slot``: its parts of ``values``, and zeros between them.
 
     ``slot`` may be longer than the block. Parts in the memory of a GPU are not copied:
     the caller must copy each of the returned pairs, from the first array (on the GPU)

@@ -73,19 +73,20 @@ def as_text(name: str, state: Any) -> bytes:
 
 def is_typed(text: bytes) -> bool:
     """Return whether a text from `as_text` has types that plain JSON does not have."""
-    # This cannot be a part of a string, which would have a backslash before the quote.
+    # In a JSON string, these bytes cannot occur: a quote has a backslash before it.
     return b'{"$' in text
 
 
 def from_text(text: bytes, *, typed: bool = True) -> Any:
-    """Return the state of a text; ``typed`` is False for format versions 1 and 2."""
-    # Each NaN must be an object of its own: a dict or a set can have several.
+    """Return the state of JSON text; ``typed`` is False for format versions 1 and 2."""
+    # Make an object for each NaN: in a set, a shared NaN object would be one element.
     return json.loads(text, object_hook=_built if typed else None, parse_constant=float)
 
 
 def _plain(value: Any, depth: int) -> Any:
     """Return a value as objects that ``json.dumps`` accepts."""
-    # Compare exact types: a subclass, such as an enumeration, would become its base.
+    # Compare exact types, because a restore would return a subclass (such as an
+    # enumeration) as its base class.
     kind = type(value)
     if kind in _UNCHANGED or (kind is int and -_MOST_INT < value < _MOST_INT):
         return value
@@ -122,7 +123,7 @@ def _plain_items(values: Collection[Any], depth: int) -> list[Any]:
 
 
 def _is_uniform(values: list[Any]) -> bool:
-    """Return True if JSON keeps all items of a list; a quick check for long lists."""
+    """Return True if a quick check shows that JSON keeps all items of a long list."""
     kinds = set(map(type, values))
     if kinds <= _UNCHANGED:
         return True
@@ -156,7 +157,7 @@ def _plain_scalar(value: Any) -> Any:
     bases = (int, float, complex, str, bytes, list, tuple, set, dict)
     base = next((base for base in bases if isinstance(value, base)), None)
     if base is not None:
-        # After a restore, the value would be of the base class: refuse it.
+        # Refuse it, because after a restore the value would be of the base class.
         name = base.__name__
         advice = f"turn it into {name} before a save, and back after a restore"
     elif hasattr(value, "__array__") and not isinstance(value, np.generic):

@@ -81,11 +81,11 @@ _BEGINNINGS = {
 
 
 class NoCheckpointError(CorruptCheckpointError):
-    """Error for a file that seems to be of another kind, not a damaged checkpoint."""
+    """Error for a file that seems to be of another format, not a damaged checkpoint."""
 
 
 def other_file(path: str) -> str:
-    """Return a description of a file that is no checkpoint; empty for a checkpoint."""
+    """Return what a file that is no checkpoint is; empty if it may be a checkpoint."""
     try:
         with closing(_opened(path)) as file:
             if not stat.S_ISREG(os.fstat(file).st_mode) or has_record(file):
@@ -133,10 +133,7 @@ _AGGREGATIONS = {name.lower() for name in VariableAggregation.__members__}
 
 
 def header_of(file: h5py.File, vouched: Vouched | None) -> Header:
-    """Return a header with the file's attributes, without entries and states.
-
-    ``vouched`` is None for format version 1.
-    """
+    """Return a header without entries and states; ``vouched`` is None for version 1."""
     kind = _text(attribute(file, "hpcstrat_format"))
     if kind != FORMAT:
         raise ValueError(f"its format is {kind!r}")
@@ -201,10 +198,10 @@ def read_contents(
 def _reading(
     path: str, vouched: Vouched | None, extents: dict[str, Extent]
 ) -> Iterator[_Read]:
-    """Yield a function that reads a dataset, and checks its hashes if it has some."""
+    """Yield a function that reads a dataset; it checks hashes if the file has some."""
     for section in ("python/", "rng/"):
         sizes = [e.nbytes for name, e in extents.items() if name.startswith(section)]
-        # Extents in a forged file may overlap, so that their sum exceeds its size.
+        # Extents in a forged file may overlap: reading them could exhaust the memory.
         if sum(sizes) > MOST_STATE_BYTES:
             raise ValueError(f"there are {sum(sizes):,} bytes in {section}")
     with contextlib.ExitStack() as stack:
@@ -286,7 +283,7 @@ def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-# Errors that h5py and this package are known to raise for damaged files.
+# Errors that h5py and this package raise for damaged files.
 _UNREADABLE = (
     *(OSError, EOFError, LookupError, ValueError, TypeError, RuntimeError),
     *(ArithmeticError, AttributeError),
@@ -301,10 +298,9 @@ def is_passing(error: Exception) -> bool:
 
 @dataclass(slots=True)
 class CheckpointFile:
-    """A checkpoint that was found intact, without a check of its data.
+    """A checkpoint that is intact except for its data, which have not been checked.
 
-    ``vouched`` is None for format version 1, without hashes. Empty values have no
-    extents.
+    ``vouched`` is None for format version 1. Empty values have no extents.
     """
 
     path: str
@@ -317,7 +313,7 @@ def open_checkpoint(path: str) -> CheckpointFile:
     """Check a file, and read everything except the values of variables.
 
     Raises FileNotFoundError; CorruptCheckpointError if the file is no intact
-    checkpoint; or CheckpointError if it cannot be read now, or is of a newer library.
+    checkpoint; or CheckpointError if it cannot be read now, or is of a newer hpcstrat.
     """
     with _readable(path):
         vouched = _vouched(path)
@@ -333,10 +329,7 @@ def read_header(path: str) -> Header:
 
 
 def read_root(path: str) -> Header:
-    """Return a file's header without entries and states; raise errors as `check` does.
-
-    The time hardly depends on the size of the file.
-    """
+    """Return a header without entries and states; raise errors as `check` does."""
     with _readable(path):
         vouched = _vouched(path)
         with open_for_reading(path) as file:
@@ -354,7 +347,7 @@ def check(path: str) -> None:
 
 @contextlib.contextmanager
 def _readable(path: str) -> Iterator[None]:
-    """Turn an error in reading a file into a CheckpointError with advice."""
+    """Replace an error in reading a file by a CheckpointError with advice."""
     try:
         yield
     except FileNotFoundError:
@@ -398,10 +391,10 @@ def _opened(path: str) -> int:
 
 
 def map_values(file: CheckpointFile) -> dict[str, Array]:
-    """Return all values as memory-mapped arrays, without checking hashes again.
+    """Return all values by path, as memory-mapped arrays; hashes are not checked.
 
-    A write to an array does not change the file. Raises ImportError or TypeError for an
-    unknown type.
+    A write to an array does not change the file. Raises ImportError or TypeError if a
+    variable's type is unknown.
     """
     found = {}
     for name, entry in file.header.entries.items():
@@ -419,8 +412,8 @@ def map_values(file: CheckpointFile) -> dict[str, Array]:
 def read_values(path: str, wanted: dict[str, np.dtype[Any]]) -> dict[str, Array]:
     """Return values of a file of format version 1, which has no hashes.
 
-    ``wanted`` has the saved type of each value by path. The values are in native byte
-    order. Raises CorruptCheckpointError.
+    ``wanted`` has the variable's type of each value by path. The returned values are in
+    native byte order. Raises CorruptCheckpointError.
     """
     values = {}
     try:

@@ -102,11 +102,11 @@ class Entry:
 class Header:
     """The content of a checkpoint except for the values of its variables.
 
-    ``iterators`` has the positions in datasets and the states of random streams;
-    `section_of` tells which of both a state is. ``created_unix_ns`` is the time when
-    the save began. In a save, ``python`` has texts of `as_text`, and ``group_of`` has
-    the group of each replica, if there are groups; after reading, ``python`` has
-    states. ``math_threads`` is 0 without logical replicas.
+    ``iterators`` has the positions in datasets and the states of random streams, which
+    `section_of` distinguishes. ``python`` has plain states: in a save, as texts of
+    `as_text`; after reading, as Python objects. ``created_unix_ns`` is the time when
+    the save began. ``group_of`` (only in a save, and if there are groups) has the group
+    of each replica. ``math_threads`` is 0 without logical replicas.
     """
 
     step: int
@@ -162,7 +162,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 
 @functools.cache
 def named_dtype(name: str) -> np.dtype[Any]:
-    """Return the type with a name of NumPy, or ``bfloat16``, in native byte order."""
+    """Return the type ``name`` of NumPy or ml_dtypes, in native byte order."""
     if name == "bfloat16":
         # A variable of type bfloat16 exists only if ml_dtypes is installed.
         import ml_dtypes
@@ -184,7 +184,7 @@ def saved_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 @functools.lru_cache(maxsize=256)
 def stored_dtype(name: str, itemsize: int) -> np.dtype[Any] | None:
-    """Return the type in which a file stores a named type, or None if not a number."""
+    """Return the type in which a file stores type ``name``, or None if not a number."""
     # Do not use `named_dtype`, because the library for bfloat16 may be missing.
     if name == "bfloat16":
         return np.dtype("<u2")
@@ -205,7 +205,7 @@ _MOST_DIGITS = 19
 
 
 def index_bytes(entries: Mapping[str, Entry]) -> int:
-    """Return the bytes to reserve for an index: whole pages, or 0 if it is too long."""
+    """Return the index's size in bytes: whole pages, or 0 if an index is too large."""
     text = to_index(entries, {})
     nbytes = len(text) + _MOST_DIGITS * len(entries)
     nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES

@@ -1,7 +1,7 @@
 """Skeleton of a checkpoint: its HDF5 structures, made once and used for many saves.
 
 HDF5 chooses the offsets of datasets; saves write values to these offsets without HDF5.
-Each save writes a copy of the structures (the prefix), with a few changed numbers.
+Each save also writes a copy of the structures (the prefix), with a few changed numbers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ __all__ = ["Maker", "Skeleton", "packed_python", "state_bytes"]
 class Maker:
     """Makes datasets and attributes by h5py's low-level functions, which are fast.
 
-    HDF5's structures may use ``room`` bytes, whole pages, at the start of the file.
+    HDF5's structures have ``room`` bytes (whole pages) at the start of the file.
     """
 
     def __init__(self, path: str, room: int) -> None:
@@ -77,7 +77,7 @@ class Maker:
         self._link.set_create_intermediate_group(True)
         self._link.set_char_encoding(h5t.CSET_UTF8)
         self._scalar = h5s.create(h5s.SCALAR)
-        # HDF5 types; making a type takes as long as writing an attribute.
+        # Cache of HDF5 types: making a type takes as long as writing an attribute.
         self._types: dict[tuple[np.dtype[Any], bool], Any] = {}
 
     def dataset(
@@ -98,7 +98,7 @@ class Maker:
         return offset
 
     def group(self, path: str, attributes: Mapping[str, Any]) -> None:
-        """Make a group and its parents, if they do not exist, and add attributes."""
+        """Make a group (with its parents) if it does not exist, and add attributes."""
         name = path.encode()
         if name in self._file:
             made = h5g.open(self._file, name)
@@ -113,7 +113,7 @@ class Maker:
     def _add(self, item: Any, attributes: Mapping[str, Any]) -> None:
         for name, value in attributes.items():
             text = isinstance(value, str)
-            # Use text of fixed length: HDF5 would store other text between the data.
+            # Use text of fixed length, because HDF5 stores other text between values.
             data = np.array(value.encode("ascii", "replace") or b" " if text else value)
             kind = self._type(data.dtype, logical=False)
             h5a.create(item, name.encode(), kind, self._scalar).write(data, kind)
@@ -135,17 +135,17 @@ _LEAST_TEXT_BYTES = 256
 _FIRST_BYTES = 1 << 14
 _BYTES_PER_DATASET = 1 << 10
 _MOST_BYTES = 1 << 32
-# Only files of this size are aligned to stripes: in a smaller file, the gap would be a
-# large part of the file.
+# Values are aligned to stripes only in files with at least `_STRIPED_BYTES` of values:
+# in a smaller file, the gap would be a large part of the file.
 _STRIPE_BYTES = 1 << 20
 _STRIPED_BYTES = 64 * _STRIPE_BYTES
 
 
 def packed_python(header: Header) -> dict[str, bytes]:
-    """Return plain state, by name, each padded with blanks to a power of two.
+    """Return the texts of plain state, by name, padded with blanks to a power of two.
 
-    Most saves then have the same lengths, so that the skeleton is used again. Raises
-    CheckpointError if the total is more than readers accept.
+    Because of the padding, most saves have the same lengths and can use the same
+    skeleton. Raises CheckpointError if the total size is more than readers accept.
     """
     packed = {}
     for name, text in header.python.items():
@@ -185,7 +185,7 @@ class Skeleton:
         self._key = _key(header, python)
         count = len(header.entries) + len(python) + len(header.metrics)
         count += 2 * len(header.iterators)
-        # This estimate is nearly always enough. If not, make all datasets again.
+        # This estimate is nearly always enough. If not, try again with more room.
         room = _FIRST_BYTES + _BYTES_PER_DATASET * count
         made = None
         while made is None and room < _MOST_BYTES:
@@ -199,7 +199,7 @@ class Skeleton:
         self.plan, prefix = made
         self._scratch = os.memfd_create("hpcstrat-skeleton")
         self._closer = weakref.finalize(self, os.close, self._scratch)
-        # Do not close it at exit, because a save may still be running then.
+        # Keep the file open at exit, because a save may still be running then.
         self._closer.atexit = False
         os.pwrite(self._scratch, prefix, 0)
         # Extend the file sparsely to the length that HDF5 requires to open it.
@@ -212,9 +212,9 @@ class Skeleton:
 
     def prefix(self, header: Header, created_unix_ns: int) -> bytearray:
         """Return the prefix for one save, with an empty table of hashes."""
-        # If an interrupt leaves HDF5's file open, HDF5 may write to it later, in a
-        # garbage collection. Therefore HDF5 uses its own descriptor; and the key stays
-        # None then, so that no later save uses this skeleton.
+        # If an interrupt leaves the h5py file open, HDF5 may write to it later, in a
+        # garbage collection. HDF5 therefore has its own descriptor; and the key is None
+        # until the end, so that after an interrupt no later save uses this skeleton.
         key, self._key = self._key, None
         raw = os.fdopen(os.dup(self._scratch), "r+b", buffering=0)
         with h5py.File(raw, "r+", libver=_BOUNDS) as file:
@@ -247,7 +247,7 @@ def _key(header: Header, python: Mapping[str, bytes]) -> Any:
     )
     sizes = tuple((name, len(data)) for name, data in python.items())
     metrics = tuple(header.metrics)
-    # These attributes are a part of the key, because `prefix` does not change them.
+    # The key includes these attributes, because `prefix` cannot change them.
     about = (
         *(header.num_replicas, header.group_of, header.math_threads),
         *(_job(), _version(header, python)),
@@ -282,8 +282,8 @@ def _datasets(
 ) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
     """Return path, shape and type of all datasets of values, in the order to make them.
 
-    Large datasets are first. Small ones follow, widest elements first, so that all are
-    aligned although HDF5 packs them.
+    Large datasets (at least a page) are first. The small ones, which HDF5 packs, are
+    sorted by width of their elements, widest first, so that all values are aligned.
     """
     found = [
         (path, entry.shape, saved_dtype(named_dtype(entry.dtype)))
@@ -309,20 +309,17 @@ def _datasets(
 def _make(
     header: Header, python: Mapping[str, bytes], room: int
 ) -> tuple[FileLayout, bytes] | None:
-    """Let HDF5 place all datasets; return the layout and the prefix.
-
-    Returns None if HDF5's structures need more than ``room`` bytes.
-    """
+    """Return the layout and prefix that HDF5 makes; None if ``room`` is too small."""
     datasets = _datasets(header, python)
     most = sum(_pages(math.prod(s) * d.itemsize) for _, s, d in datasets)
     block_bytes = choose_block_bytes(most, header.num_replicas)
     blocks = most // block_bytes + 2
-    # Round the table of hashes up to pages, so that the data begin on a page.
-    # ``blocks`` is an upper bound, because HDF5 places the table before the values.
+    # Round the table of hashes up to pages, so that the data begin on a page. The table
+    # is for ``blocks`` at most: the values, which follow it, have no offsets yet.
     words = -(-blocks // _TABLE_WORDS) * _TABLE_WORDS
     num_index = index_bytes(header.entries)
     if most >= _STRIPED_BYTES:
-        # Start the data on a stripe, so that blocks consist of whole stripes.
+        # Start the data at a stripe's start, so that blocks consist of whole stripes.
         after = num_index + 8 * words
         room = -(-(room + after) // _STRIPE_BYTES) * _STRIPE_BYTES - after
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -357,7 +354,7 @@ def _make(
         except OSError as error:
             if error.errno != errno.ENXIO:
                 raise
-            # HDF5 has written nothing after the structures.
+            # ENXIO: no data follow the structures, so that ``room`` was large enough.
             prefix = bytearray(os.pread(scratch.fileno(), plan.data_start, 0))
             if num_index:
                 text = to_index(header.entries, extents).ljust(num_index)

@@ -1,7 +1,7 @@
 """Safe reading of HDF5 files that may be forged; unusual features raise ValueError.
 
-Only the features that checkpoints use are read. With others, a forged file could make
-HDF5 open other files or pipes, or allocate more memory than the file is long.
+Only the HDF5 features that checkpoints use are read. By other features, a forged file
+could make HDF5 open other files or pipes, or allocate more memory than its own size.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _KINDS = (h5t.TypeIntegerID, h5t.TypeFloatID, h5t.TypeStringID)
 def datasets(group: h5py.Group) -> Iterator[tuple[str, h5py.Dataset]]:
     """Yield the path and the dataset for all datasets in a group and its subgroups.
 
-    Raises ValueError for a link that is not hard, and for a group that contains itself.
+    Raises ValueError for a soft or external link, and if a group contains itself.
     """
     seen: set[int] = set()
     todo: list[tuple[str, Any, bytes]] = [(group.name.strip("/"), group.id, b".")]
@@ -74,7 +74,7 @@ def _elsewhere(name: str) -> str:
 
 
 def member(group: Any, name: str) -> Any:
-    """Return a member of a group, or None; raise ValueError for a link to elsewhere."""
+    """Return a member of a group, or None; raise ValueError unless its link is hard."""
     link = group.get(name, getlink=True)
     if link is not None and not isinstance(link, h5py.HardLink):
         raise ValueError(_elsewhere(name))
@@ -114,10 +114,7 @@ def _read(found: Any, name: str) -> Any:
 
 
 def _dtype_of(kind: Any) -> np.dtype[Any]:
-    """Return NumPy's type for the HDF5 type of an attribute.
-
-    The result is cached, because computing it takes as long as reading the attribute.
-    """
+    """Return NumPy's type for an HDF5 type; cached, because computing it is slow."""
     if isinstance(kind, h5t.TypeStringID):
         key: Any = "S", kind.get_size(), kind.get_cset(), kind.get_strpad()
     elif isinstance(kind, h5t.TypeIntegerID):
@@ -132,7 +129,7 @@ def _dtype_of(kind: Any) -> np.dtype[Any]:
 
 
 def place_of(dataset: Any, start: int, stop: int) -> tuple[int, int]:
-    """Return the offset and the size in bytes of a dataset's values.
+    """Return the offset in the file, and the size in bytes, of a dataset's values.
 
     Raises ValueError unless the values are uncompressed, in one piece, and between the
     offsets ``start`` and ``stop`` of the file.
@@ -163,7 +160,7 @@ def place_of(dataset: Any, start: int, stop: int) -> tuple[int, int]:
 
 
 def require_stored_as(dataset: Any, name: str) -> None:
-    """Raise ValueError if a dataset is not stored in the form of the named type."""
+    """Raise ValueError unless a dataset is stored as files store type ``name``."""
     found = dataset.dtype
     stored = stored_dtype(name, found.itemsize)
     if stored is None or found != stored:

@@ -1,10 +1,9 @@
-"""A folder of checkpoints: it is locked by one job, and cleared of dead jobs' files.
+"""A folder of checkpoints: one job locks it, and removes files that dead jobs left.
 
-Two jobs that save in one folder would remove each other's checkpoints, because neither
-knows the files of the other. Therefore a job locks the folder by a POSIX lock,
-fcntl(2). The kernel releases the lock when the process ends for any reason; with NFS,
-hosts see each other's locks. Child processes do not inherit the lock. If the file
-system has no locks, any job may save.
+If two jobs saved in one folder, each would remove the other's checkpoints as old.
+Therefore a job locks the folder by a POSIX lock, fcntl(2). The kernel releases the lock
+when the process ends for any reason; with NFS, the lock also excludes other hosts.
+Child processes do not inherit it. If the file system has no locks, any job may save.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ __all__ = [
 OWNER = ".owner"
 """Name of the file that the process that owns a folder has locked."""
 
-# Environment variables of launchers whose value is the same only within one job.
+# Launchers' environment variables whose values identify a job.
 _JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID", "PMI_JOBID")
 _ATTEMPTS = 10
-# Descriptor of the lock file, and number of locks, by folder. A process opens the lock
-# file only once, because closing a second descriptor would release the lock.
+# Descriptor of the lock file, and number of `_take` calls, by folder. A process opens
+# the file only once, because closing a second descriptor would release the lock.
 _held: dict[str, tuple[int, int]] = {}
 # PF_EXITING of Linux, from include/linux/sched.h.
 _EXITING = 0x4
 _STALE_SECONDS = 7 * 86400.0
-# Errors of opening a symbolic link that leads to no file.
+# Errors of opening a symbolic link that cannot lead to a file.
 NO_FILE = (errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG)
 
 Identity: TypeAlias = tuple[int, int, int]
@@ -92,8 +91,8 @@ class Folder:
 
     def _make(self) -> None:
         if self._is_known:
-            # Never make a known folder again: if it is missing, its file system may be
-            # unmounted, so that files would go to the disk below the mount point.
+            # If a known folder is missing, its file system may be unmounted: making it
+            # again would put checkpoints on the disk below the mount point.
             return
         missing = [self.path]
         while not os.path.isdir(above := os.path.dirname(missing[-1])):
@@ -108,9 +107,8 @@ class Folder:
 def _take(directory: str) -> bool:
     """Lock a folder for this job; return True if a call of `_release` must follow.
 
-    Call this on replica 0. Returns False if the file system has no locks, or if another
-    process of this job has the lock. Raises CheckpointError if another job has the
-    lock.
+    Call this on replica 0. Returns False if the file system has no locks, or another
+    process of this job has the lock. Raises CheckpointError if another job has it.
     """
     directory = os.path.realpath(directory)
     if directory in _held:
@@ -122,7 +120,7 @@ def _take(directory: str) -> bool:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError:
-            # The save will raise this error when it makes its file in the folder.
+            # The save will raise the same error when it makes its file in the folder.
             return False
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -139,7 +137,7 @@ def _take(directory: str) -> bool:
             _held[directory] = handle, 1
             _write(handle)
             return True
-        # The last owner has removed the file meanwhile: open it again.
+        # Meanwhile the last owner has removed this file: open a new one.
         os.close(handle)
     return False
 
@@ -162,14 +160,14 @@ def _release(directory: str) -> None:
 
 
 def _is_at(handle: int, path: str) -> bool:
-    """Return whether a path still names an open file."""
+    """Return whether an open file is still the file at ``path``."""
     with suppress(OSError):
         return os.path.samestat(os.fstat(handle), os.stat(path))
     return False
 
 
 def _job() -> str:
-    """Return an identifier of this job, the same in all its processes."""
+    """Return an identifier of this job that is the same in all its processes."""
     names = [os.environ[name] for name in _JOB_NAMES if os.environ.get(name)]
     step = os.environ.get("SLURM_STEP_ID", "")
     # Without a launcher's variable, the parent process identifies the job.
@@ -191,7 +189,7 @@ def _write(handle: int) -> None:
         "pid": os.getpid(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
-    # Ignore errors: the record only names the owner for messages and requeued jobs.
+    # Ignore errors: the record is only for messages, and for `_is_ours`.
     with suppress(OSError):
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(record).encode(), 0)
@@ -208,8 +206,7 @@ def _record(handle: int) -> dict[str, Any]:
 def _is_ours(record: dict[str, Any]) -> bool:
     """Return whether a lock's record names this job, or its run before a requeue.
 
-    The lock of that run may still exist: an NFS server keeps the locks of a crashed
-    host for some time.
+    That run's lock may still exist: NFS servers keep locks of crashed hosts for a time.
     """
     job = _batch_job()
     again = bool(job) and job == record.get("batch_job")
@@ -232,17 +229,14 @@ def _refusal(directory: str, record: dict[str, Any]) -> CheckpointError:
 
 
 def temporary_name(name: str) -> str:
-    """Return a unique name for a temporary file; it names the job and the process."""
+    """Return a unique name for a temporary file, with the job, host and process ID."""
     job = os.environ.get("SLURM_JOB_ID", "0")
     owner = f"{platform.node()}-{_namespace()}-{os.getpid()}"
     return f".{name}.{job}.{owner}.{secrets.token_hex(4)}"
 
 
 def _namespace() -> str:
-    """Return a hash of the host's boot ID and the namespace of process IDs.
-
-    It differs between containers that have equal host names and process IDs.
-    """
+    """Return a hash of boot ID and process namespace, which differs for containers."""
     words = []
     with suppress(OSError):
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -273,7 +267,7 @@ def remove_abandoned(directory: str) -> None:
 
 
 def _lives(pid: int) -> bool:
-    """Return whether a process may still write files."""
+    """Return whether the process ``pid`` of this host may still write files."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -303,5 +297,5 @@ def identity_of(path: str) -> Identity | None:
         if error.errno not in NO_FILE:
             raise
         found = os.lstat(path)
-    # Include the time, because a new file may have the inode of a removed file.
+    # Include the time of change: a new file may have the inode of a removed file.
     return found.st_dev, found.st_ino, found.st_mtime_ns

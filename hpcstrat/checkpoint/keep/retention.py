@@ -1,4 +1,4 @@
-"""Rules for which checkpoints to keep, and the removal of the other checkpoints."""
+"""Rules that select the checkpoints to keep, and removal of the other checkpoints."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _metric_name(name: Any) -> str:
 
 
 def checked_metrics(metrics: Any) -> dict[str, float]:
-    """Return metrics as floats, sorted by name; raise ValueError for invalid ones."""
+    """Return metrics as floats, sorted by name; raise ValueError if one is invalid."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
@@ -186,7 +186,7 @@ class Found:
 
 
 def ranked(found: Sequence[Found], best: KeepBest) -> list[Found]:
-    """Return the checkpoints that have the metric, best first; a NaN does not count."""
+    """Return the checkpoints that have the metric (but not NaN), best first."""
     sign = 1 if best.mode == "min" else -1
     values = [(sign * one.metrics.get(best.metric, math.nan), one) for one in found]
     numbers = [pair for pair in values if not math.isnan(pair[0])]
@@ -195,7 +195,7 @@ def ranked(found: Sequence[Found], best: KeepBest) -> list[Found]:
 
 
 def kept(found: Sequence[Found], rules: KeepRules, now_unix_ns: int) -> set[str]:
-    """Return the paths of the checkpoints to keep; the newest is always kept."""
+    """Return the paths of the checkpoints to keep, always including the newest."""
     if rules.max_to_keep is None:
         return {one.path for one in found}
     ordered = sorted(found, key=lambda one: (one.step, one.path))
@@ -215,7 +215,7 @@ def kept(found: Sequence[Found], rules: KeepRules, now_unix_ns: int) -> set[str]
 def _far_apart(ordered: Sequence[Found], distance: timedelta) -> list[Found]:
     """Return the oldest checkpoint, and then checkpoints at least ``distance`` apart.
 
-    After the other checkpoints were removed, a call chooses the same checkpoints again.
+    After the other checkpoints were removed, a call returns the same ones again.
     """
     least = _nanoseconds("keep_every", distance)
     keep: list[Found] = []
@@ -226,26 +226,26 @@ def _far_apart(ordered: Sequence[Found], distance: timedelta) -> list[Found]:
 
 
 class Retention:
-    """Removes checkpoints that no rule keeps from a folder; only replica 0 uses it."""
+    """Removes from a folder the checkpoints that no rule keeps; replica 0 uses it."""
 
     def __init__(self, directory: str, rules: KeepRules) -> None:
         self._directory = directory
         self._rules = rules
-        # Checkpoints that were read, with the identities of their files.
+        # Checkpoints that `_find` has read, with the identities of their files.
         self._known: dict[str, tuple[Identity | None, Found]] = {}
         self._distrusted: set[tuple[str, Identity | None]] = set()
 
     def distrust(self, paths: Sequence[str]) -> None:
         """Remember files that a restore found damaged, until they are replaced."""
         for path in paths:
-            # Suppress errors, because only this rank would raise them.
+            # Suppress errors: if only this rank raised one, other ranks would wait.
             with suppress(OSError):
                 self._distrusted.add((path, identity_of(path)))
 
     def is_damaged(self, path: str) -> bool:
         """Return whether a restore would refuse a file as damaged.
 
-        The data are not checked. Returns False if there is no file. Raises OSError if
+        The data are not read here. Returns False if there is no file. Raises OSError if
         the file cannot be read now.
         """
         try:
@@ -283,8 +283,8 @@ class Retention:
 
     def _superfluous(self) -> list[str]:
         """Return the paths of the checkpoints to remove, oldest first."""
-        # Files can rot: before others are removed, check again the files that count for
-        # ``max_to_keep`` and ``keep_best``, and count without damaged files.
+        # Files can rot. Before others are removed, check again the files that are kept
+        # by ``max_to_keep`` and ``keep_best``, and choose again without damaged ones.
         counting = KeepRules(self._rules.max_to_keep, keep_best=self._rules.keep_best)
         found = self._find()
         while True:
@@ -299,7 +299,7 @@ class Retention:
             found = [one for one in found if one.path not in damaged]
 
     def _find(self) -> list[Found]:
-        """Return the folder's intact checkpoints; read only files that have changed."""
+        """Return the folder's intact checkpoints; read only new and changed files."""
         known = {}
         for path in list_checkpoints(self._directory):
             identity = identity_of(path)
@@ -319,10 +319,9 @@ class Retention:
 
 
 def _find_newest(directory: str, passed_over: list[str]) -> CheckpointFile | None:
-    """Return the newest checkpoint that is intact; its data are not checked.
+    """Return the newest checkpoint that is intact (its data are not checked), or None.
 
-    Paths in ``passed_over`` are skipped. Damaged files cause a warning, and their paths
-    are added to ``passed_over``.
+    Skip the paths in ``passed_over``, and add those of damaged files, with a warning.
     """
     for path in reversed(list_checkpoints(directory)):
         if path in passed_over:
@@ -348,9 +347,9 @@ def find_restorable(
 ) -> tuple[CheckpointFile | None, list[str]]:
     """Return the checkpoint to restore (None if none), and the list ``passed_over``.
 
-    This is the checkpoint at ``path``, or, if ``path`` is None, the newest intact one.
-    The list has the paths of damaged checkpoints. Raises CheckpointError if there is no
-    file at ``path``, or if all checkpoints are damaged.
+    The checkpoint is that at ``path``, or, if ``path`` is None, the newest intact one.
+    ``passed_over`` has the paths of newer, damaged ones. Raises CheckpointError if
+    there is no file at ``path``, or if all checkpoints are damaged.
     """
     if path is not None:
         try:

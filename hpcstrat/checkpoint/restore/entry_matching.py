@@ -1,4 +1,4 @@
-"""Matching of saved values with the program's variables, and copying into these."""
+"""Matching of saved values with the program's variables, and copying to variables."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Match:
     variable: Variable | None
     owner: Any = None
     name: str = ""
-    # Rule for rows that another number of replicas than now has saved.
+    # Rule for rows that were saved by another number of replicas than there is now.
     per_replica: str = "error"
 
     def assign(self, value: Array, strategy: Replicas) -> None:
@@ -87,7 +87,7 @@ class Match:
     def _assign_components(self, value: Array, strategy: Replicas) -> None:
         """Copy the saved components of logical replicas to this rank's components.
 
-        If the numbers of replicas differ, the saved components are combined first.
+        If the number of replicas has changed, combine the saved components first.
         """
         variable, rows = self.variable, len(value)
         same = rows == strategy.num_replicas_in_sync
@@ -106,11 +106,11 @@ class Match:
         if self.entry.per_replica and variable is not None:
             _store(variable.components[index], rounded(row, variable.dtype))
             return
-        # All replicas of a group have the same value, so use the group's strategy.
+        # All replicas of a group have the same value: place it by the group's strategy.
         self._place(row, strategy.split.part if self.entry.per_group else strategy)
 
     def _place(self, value: Array, strategy: Replicas) -> None:
-        """Copy a value, or this rank's part of it, to the variable on this rank."""
+        """Copy a value, or this rank's part of it, to this rank's components."""
         variable = self.variable
         if variable is None:
             self.owner.checkpoint_defer(self.name, value, strategy)
@@ -127,14 +127,14 @@ class Match:
         for replica, component in enumerate(variable.components, first):
             part = value
             if rule is not None:
-                # Cast first: shares of an integer add up only in the variable's type.
+                # Cast before dividing: shares cast one by one may not add up.
                 cast = rounded(value, variable.dtype)
                 part = rule.part(cast, strategy.num_replicas_in_sync, replica)
             _store(component, part)
 
     @property
     def _dividing_rule(self) -> AggregationRule | None:
-        # The rule that divides a saved value into one part per replica, or None.
+        # The rule by which a saved total is divided into replicas' shares, or None.
         if not isinstance(self.variable, SyncOnReadVariable):
             return None
         rule = rule_of(self.variable.aggregation)
@@ -142,7 +142,7 @@ class Match:
 
     @property
     def divides(self) -> bool:
-        """True if this rank's memory cannot receive the saved value as a whole."""
+        """True if a restore does not copy the whole saved value to one component."""
         variable = self.variable
         several = variable is not None and (
             variable.is_sharded or len(variable.components) > 1
@@ -168,12 +168,12 @@ class Match:
 
 
 def _tell_losses(path: str, value: Array, dtype: np.dtype[Any]) -> None:
-    """Log a warning if the new type cannot hold some values; rounding is allowed."""
+    """Log a warning if ``dtype`` cannot represent some values; rounding is allowed."""
     cast = rounded(value, dtype)
     if is_half(dtype) or dtype.kind in "fc":
         lost = np.isfinite(value) & ~np.isfinite(cast)
     else:
-        # A value is lost if it differs after a cast to the new type and back.
+        # A value is lost if casting it to the new type and back changes it.
         lost = rounded(cast, value.dtype) != value
     if lost.any():
         first = value[lost][0]
@@ -208,9 +208,9 @@ def match_entries(
 
     Returns two lists: matches, and paths for `Objects.reset`. There is a match for each
     variable, and for each value that an object keeps until it makes the variable. The
-    keyword arguments are those of `CheckpointManager.restore`. Raises ValueError for an
-    unknown ``per_replica``, and CheckpointMismatchError with a list of everything that
-    does not fit.
+    numbers are those of this run; the other keyword arguments are those of
+    `CheckpointManager.restore`. Raises ValueError for an unknown ``per_replica``, and
+    CheckpointMismatchError with a list of everything that does not fit.
     """
     if per_replica not in _POLICIES:
         raise ValueError(
@@ -223,7 +223,7 @@ def match_entries(
         num_groups=num_groups,
         chooses=per_replica != "error",
     )
-    # Collect all problems for one error, because starting a large job again takes long.
+    # Report all problems in one error: after each error, the job must start again.
     matches, problems, unused, missing = [], [], [], []
     wanted = {path: v for path, v in variables.items() if is_wanted(path, only)}
     taken = set()
@@ -269,8 +269,7 @@ def match_entries(
 def is_wanted(path: str, only: Collection[str] | None) -> bool:
     """Return whether a path belongs to an object in ``only`` (None means all objects).
 
-    The object's name is the first component of the path, but ``net`` in
-    ``variables/net/w``.
+    In ``net/w`` and in ``variables/net/w``, ``net`` is the object.
     """
     if only is None:
         return True
@@ -281,15 +280,15 @@ def is_wanted(path: str, only: Collection[str] | None) -> bool:
 def renamed(header: Header, names: Mapping[str, str]) -> Header:
     """Return a header with the program's paths; ``names`` maps saved paths to these.
 
-    The result is the same on every rank. Each entry keeps its path in the file as an
-    attribute. Raises CheckpointMismatchError if a key of ``names`` is not in the
-    checkpoint, or if two values get the same path.
+    The result is the same on every rank. ``Entry.path`` is still the path in the file.
+    Raises CheckpointMismatchError if a key of ``names`` is not in the checkpoint, or if
+    two values get the same path.
     """
     used: set[str] = set()
 
     def _new(path: str) -> str:
         parts = path.split("/")
-        # If several keys are beginnings of the path, the longest key counts.
+        # If several keys are beginnings of the path, use the longest key.
         for count in range(len(parts), 0, -1):
             head = "/".join(parts[:count])
             if head in names:
@@ -358,10 +357,10 @@ def _misfit(entry: Entry, variable: Variable, allow_cast: bool) -> str:
 
 
 class Sink:
-    """The place where a restore copies the bytes of one dataset.
+    """The target of a restore for the bytes of one dataset.
 
-    If ``live``, the variable's own memory, is given, bytes are copied there. If not,
-    bytes are copied to a buffer, which is assigned to the variable when it is full.
+    If ``live`` (the variable's memory) is given, bytes are copied directly to it. If
+    not, they are collected in a buffer, whose value is assigned when it is complete.
     """
 
     def __init__(
@@ -381,7 +380,7 @@ class Sink:
         strategy: Replicas,
         uploads: Uploads | None = None,
     ) -> None:
-        """Copy bytes of the extent, which begin at offset ``start`` of the file.
+        """Copy ``data``, the bytes of the file from offset ``start``, to the target.
 
         ``uploads`` copies to a GPU, and is necessary if the sink is ``on_device``.
         """
@@ -390,7 +389,7 @@ class Sink:
             self.elsewhere.write_bytes(place, data)
             return
         if self._live is None and self._collected is None:
-            # Allocate only now, so that not all values need memory at the same time.
+            # Allocate only now, so that few values have buffers at the same time.
             self._collected = np.empty(self.extent.nbytes, np.uint8)
         target = self._collected if self._live is None else self._live
         assert target is not None
@@ -407,7 +406,7 @@ class Sink:
 
 
 def value_of(match: Match, data: Array | None, rows: bool = False) -> Array:
-    """Return saved bytes as the value, or one row of it, in native byte order."""
+    """Return saved bytes as an array: the value, or, if ``rows``, one row of it."""
     dtype = named_dtype(match.entry.dtype)
     stored = saved_dtype(dtype)
     raw = np.empty(0, np.uint8) if data is None else data
@@ -417,7 +416,7 @@ def value_of(match: Match, data: Array | None, rows: bool = False) -> Array:
 
 
 def live_bytes(match: Match) -> Array | Elsewhere | None:
-    """Return a variable's memory as bytes, or None if the file has another form."""
+    """Return a variable's memory as bytes, or None if saved bytes must be converted."""
     variable = match.variable
     if variable is None or match.divides or sys.byteorder != "little":
         return None

@@ -1,8 +1,8 @@
 """Parallel restore: each replica reads a part of the file, and sends it to the others.
 
-No variable changes before all replicas have checked the hashes of their parts. A
-replica keeps the blocks that it has read, up to a limit, and reads the other blocks a
-second time to send them.
+No variable changes before all replicas have checked the hashes of their parts. While
+checking, a replica keeps the blocks that it reads, up to a limit. It reads its other
+blocks again when it sends them.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _PIECE_BYTES = 8 << 20
 class BlockDeal:
     """The division of blocks: which replica reads (owns) which blocks of the file.
 
-    The division is the same on every replica. A column consists of the replicas that
-    have the same position in their workers; blocks are sent between workers within a
-    column. ``own`` has this replica's blocks. ``column`` is its position. ``columns``
-    is the number of replicas of the smallest worker; replicas with a higher position
-    read nothing. ``most_kept`` is the number of blocks that a replica keeps. Owners are
+    The division is the same on every replica. A column consists of the replicas with
+    the same position in their workers; within a column, blocks are sent between
+    workers. ``column`` is this replica's position, and ``own`` has its blocks.
+    ``columns`` is the number of replicas of the smallest worker; replicas with a higher
+    position read nothing. A replica keeps up to ``most_kept`` blocks. Owners are
     numbered by column, then by worker.
     """
 
@@ -59,7 +59,7 @@ class BlockDeal:
         if self.size > 1:
             topology = strategy.topology
             self.column = topology.worker_comm.rank
-            # A column needs a replica on each worker.
+            # Each column needs a replica on each worker.
             self.columns = topology.smallest_worker
             self._worker, self._workers = topology.worker_id, topology.num_workers
         self._owner = self.column * self._workers + self._worker
@@ -70,7 +70,7 @@ class BlockDeal:
         return part_of(len(self._blocks), owner, self.columns * self._workers)
 
     def owns(self, owner: int) -> bool:
-        """Return whether ``owner`` is this replica's number as an owner of blocks."""
+        """Return whether this replica reads blocks, and has the number ``owner``."""
         return owner == self._owner and self.column < self.columns
 
     def worker_of(self, owner: int) -> int:
@@ -82,7 +82,7 @@ class BlockDeal:
         return {self._blocks[index] for index in indices}
 
     def rounds(self) -> Iterator[list[tuple[int, int]]]:
-        """Yield the blocks of each round: a block and its owner for each column."""
+        """Yield, for each round, one pair (block, owner) for each column."""
         columns = [
             [
                 (self._blocks[index], owner)
@@ -109,7 +109,7 @@ class Shared:
         self._across = channel.interruptible(topology.cross_worker_comm)
         self._several = topology.num_workers > 1
         self._segment = Segment(self._worker, 0, 2 * _PIECE_BYTES)
-        # All replicas use the same size of pieces, which fits the least shared memory.
+        # All replicas use the size of pieces that fits the least shared memory.
         self.piece_bytes: int = channel.interruptible(topology.replica_comm).allreduce(
             self._segment.part_bytes // 2, op=topology.mpi.MIN
         )
@@ -126,15 +126,15 @@ class Shared:
     ) -> list[Array]:
         """Send a piece of a block from each column to all replicas; return the pieces.
 
-        Collective over the channel's replicas. ``pieces`` has the range of bytes of
-        each piece, and ``workers`` the worker that owns it. ``own`` has the bytes of
-        this replica's piece, or is None. The returned views are valid until the second
-        call after this call.
+        Collective over the channel's replicas. For each column, ``pieces`` has the
+        range of bytes of its piece, and ``workers`` the worker that sends it. ``own``
+        has the bytes of the piece if this replica is the sender, or is None. The
+        returned views are valid until the second call after this call.
         """
         column = self._worker.rank
-        # Alternate between two halves, because some replicas may still copy from the
-        # half of the last call. A replica that reaches the barrier below has finished
-        # that copy.
+        # Alternate between two halves of the memory, because some replicas may still
+        # copy from the half of the last call. A replica has finished this copy when it
+        # reaches the barrier below.
         self._half = 1 - self._half
         if column < len(pieces) and len(pieces[column]):
             mine = self._place(column, len(pieces[column]))
@@ -154,9 +154,9 @@ class Shared:
         self._segment.release()
 
 
-# A replica keeps blocks of this total size, and reads its other blocks twice.
+# A replica keeps blocks of up to this total size, and reads its other blocks twice.
 _KEPT_BYTES = 1 << 30
-# The limit for parameter servers' values, which may not fit into this memory.
+# The limit if values are for parameter servers: they may not fit in this rank's memory.
 _KEPT_ON_THE_WAY_BYTES = 64 << 20
 
 
@@ -166,7 +166,7 @@ def restore_values(
     strategy: Replicas,
     memory: ImageMemory,
 ) -> tuple[int, float]:
-    """Restore the values of all variables; return the bytes and seconds of reading.
+    """Restore the values of all variables; return the bytes read and the seconds.
 
     Collective over the strategy's replicas; ``matches`` have the same order on each.
     Raises on every rank, before any variable changes: CorruptCheckpointError if a part
@@ -183,9 +183,9 @@ def restore_values(
 
 
 def _read_together(strategy: Replicas, path: str, read: Callable[[], None]) -> float:
-    """Call ``read`` on all replicas; return the seconds.
+    """Call ``read`` on all replicas; return its seconds on this replica.
 
-    Collective over the strategy's replicas. If a call fails, every replica raises.
+    Collective over the strategy's replicas. If it fails on one, every replica raises.
     """
     error: Exception | None = None
     began = time.perf_counter()
@@ -225,7 +225,7 @@ def _raise_together(strategy: Replicas, error: Exception | None, path: str) -> N
 def _restore_unchecked(
     file: CheckpointFile, matches: Sequence[Match], strategy: Replicas
 ) -> tuple[int, float]:
-    """Restore values from a file of format version 1, which every replica reads."""
+    """Restore values from a file of format version 1; every replica reads it all."""
     wanted = {m.entry.path: named_dtype(m.entry.dtype) for m in matches}
     values: dict[str, Array] = {}
     seconds = _read_together(
@@ -268,11 +268,10 @@ class _ParallelRead:
         passes = any(sink.elsewhere is not None for sink in self._sinks)
         kept_bytes = _KEPT_ON_THE_WAY_BYTES if passes else _KEPT_BYTES
         most_kept = max(1, kept_bytes // self._plan.block_bytes)
-        # Divide only the blocks with values to restore.
         self._deal = BlockDeal(sorted(needed), most_kept, strategy)
         self._own = self._deal.own
         self._kept: dict[int, Array] = {}
-        # The method `read` sets the following attributes.
+        # `read` sets the following attributes.
         self._image: Image
         self._blocks: Blocks
         self._open = contextlib.ExitStack()
@@ -281,7 +280,7 @@ class _ParallelRead:
         self._nbytes = 0
 
     def _sort(self, match: Match) -> None:
-        """Add a match to one of three lists: empty, own row, or exchanged value."""
+        """Add a match to the empty values, the own rows, or the exchanged values."""
         extent = self._file.extents.get(match.entry.path)
         if extent is None:
             self._empty.append(match)
@@ -301,8 +300,8 @@ class _ParallelRead:
             self._sinks.append(Sink(match, extent, live_bytes(match)))
 
     def read(self) -> None:
-        """Read and check this replica's part; neither call MPI nor change variables."""
-        # Slots: one for each kept block, one for each thread, one for reading again.
+        """Read and check this replica's part; make no MPI call, change no variable."""
+        # Slots: one for each kept block, one for each thread, one for `_read_again`.
         num_kept = min(len(self._own), self._deal.most_kept)
         slots = num_kept + NUM_THREADS + 1
         self._image = self._memory.image(slots, self._plan.block_bytes)
@@ -340,10 +339,10 @@ class _ParallelRead:
         for match, extent in self._rows:
             self._row_values.append((match, self._row(match, extent)))
         if self._deal.size > 1:
-            # If shared memory found no free descriptors, MPI would abort the process.
+            # Without free descriptors for shared memory, MPI would abort the process.
             require_descriptors()
         if any(sink.on_device for sink in self._sinks):
-            # `Uploads` raises here, before any variable changes, if memory is short.
+            # If memory is short, raise now, before any variable changes.
             self._uploads = Uploads()
 
     def _work(
@@ -380,12 +379,12 @@ class _ParallelRead:
         return value_of(match, found, rows=True)
 
     def give_out(self) -> int:
-        """Send all blocks to all replicas, copy values to variables; return bytes read.
+        """Send all blocks to all replicas, and copy the values to the variables.
 
-        Collective over the strategy's replicas.
+        Collective over the strategy's replicas. Returns the bytes that this one read.
         """
         what = f"values of {self._file.path}"
-        # Variables change from here on, because all replicas have checked their parts.
+        # All replicas have checked their parts: from here on, variables change.
         self._strategy.collectives.barrier(what)
         shared: Shared | None = None
         try:
@@ -409,8 +408,7 @@ class _ParallelRead:
                 self._uploads.end()
         if shared is not None:
             shared.close()
-        # Assign rows after the last exchange, because after this no collective can
-        # fail.
+        # Assign rows after the last exchange, when no collective can fail any more.
         for match, row in self._row_values:
             match.assign_row(row, self._strategy)
         for match in self._empty:
@@ -420,7 +418,7 @@ class _ParallelRead:
     def _share(
         self, shared: Shared, group: list[tuple[int, int]], parts: list[range]
     ) -> None:
-        # All replicas must make the same number of exchanges: that of the longest part.
+        # All replicas make as many exchanges as the longest part needs.
         longest = max(map(len, parts))
         for done in range(0, longest, shared.piece_bytes):
             pieces = [part[done : done + shared.piece_bytes] for part in parts]
@@ -437,7 +435,7 @@ class _ParallelRead:
                 self._put(piece, data, piece.start)
 
     def _trimmed(self, block: int) -> range:
-        """Return the range of a block, in offsets, that has values to restore."""
+        """Return the offsets of a block from its first to its last wanted byte."""
         start, stop = self._plan.span(block)
         first, last = self._sinks_in(start, stop)
         low = max(start, self._starts[first])
@@ -448,7 +446,7 @@ class _ParallelRead:
         return first, bisect.bisect_left(self._starts, stop)
 
     def _put(self, piece: range, data: Array, start: int) -> None:
-        """Copy a piece of the file to variables; ``data`` is from offset ``start``."""
+        """Copy ``piece`` of the file to variables; ``data`` begins at ``start``."""
         first, last = self._sinks_in(piece.start, piece.stop)
         for sink in self._sinks[first:last] if len(piece) else ():
             low = max(piece.start, sink.extent.offset)
@@ -457,7 +455,7 @@ class _ParallelRead:
             sink.put(low, found, self._strategy, self._uploads)
 
     def _read_again(self, group: list[tuple[int, int]]) -> None:
-        """Read the blocks of a round that their owners have not kept; collective."""
+        """Read again the blocks of a round that were not kept; collective."""
         again = [(b, owner) for b, owner in group if b not in self._deal.kept(owner)]
         if not again:
             return

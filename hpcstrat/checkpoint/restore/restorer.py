@@ -49,9 +49,8 @@ class Restorer:
         """Restore the checkpoint at ``path``, or the newest one; return its step.
 
         Collective over the strategy's replicas. Returns None if there is no checkpoint.
-        ``rename`` maps saved paths to the program's paths; ``rules`` are arguments of
-        `match_entries`. Raises CheckpointError on every rank, before any variable
-        changes.
+        ``rename`` maps saved paths to the program's; ``rules`` are arguments of
+        `match_entries`. Raises CheckpointError on every rank before variables change.
         """
         began = time.perf_counter()
         if self._collectives.channel is not None:
@@ -69,8 +68,8 @@ class Restorer:
             try:
                 return self._load(file, began, passed_over, rename, rules)
             except CorruptCheckpointError as error:
-                # All ranks raise this error together. The search did not find the
-                # damage, because it does not read data. Try the next older checkpoint.
+                # All ranks raise this error together: the data are damaged, which the
+                # search does not read. Try the next older checkpoint.
                 self._distrust([file.path])
                 if path is not None:
                     raise
@@ -103,8 +102,7 @@ class Restorer:
         rules: dict[str, Any],
     ) -> int:
         variables, split = self._objects.variables(), self._strategy.split
-        # With this text, the barrier compares the file, variables and rules of all
-        # ranks.
+        # The barrier fails if this text, with file, variables and rules, differs.
         how = {**rules, "rename": dict(rename)}
         self._collectives.barrier(
             f"restore of {file.path} into {self._objects.describe(variables)} ({how})"
@@ -127,7 +125,7 @@ class Restorer:
         saved, now = header.num_replicas, self._strategy.num_replicas_in_sync
         rows = [m.entry.shape[0] for m in matches if m.entry.per_group]
         if rows and split is not None:
-            # A group's variable accumulates over one group: count only its replicas.
+            # A group's variable accumulates over one group: count one group's replicas.
             saved, now = saved // rows[0], now // split.num_groups
         self._objects.end_restore(saved, now, only)
         self._objects.restore_states(header, only)

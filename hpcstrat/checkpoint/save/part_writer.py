@@ -1,10 +1,10 @@
 """One replica's part of a save: threads copy, hash and write its blocks.
 
 Threads hash and write blocks without Python's global lock, and make no MPI calls. In a
-synchronous save, the threads also copy the blocks; but if values are in other
-processes, the caller copies block after block. In an asynchronous save, the caller
-copies all blocks before it returns. From a GPU, it only starts copies, and the threads
-wait for them.
+synchronous save, the threads also copy the blocks; but if values are on parameter
+servers, the caller of `start` copies one block after the other. In an asynchronous
+save, the caller copies all blocks before `start` returns; for values on a GPU, it only
+starts the copies, and the threads wait for them.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ RING_SLOTS = 4
 class PartWriter:
     """Writes this replica's blocks to an existing file.
 
-    ``image`` has `RING_SLOTS` places for blocks, or a place per block if all blocks are
-    copied ahead. The last thread calls ``then`` at the end. Writes are spread over
-    ``spread_seconds``, but as fast as possible after the caller has called `join`.
+    ``image`` has a place for each block if all blocks are copied ahead, or else
+    `RING_SLOTS` places. The last thread calls ``then`` at its end. Writes of blocks
+    copied ahead are spread over ``spread_seconds``; `join` ends the delays.
     """
 
     def __init__(
@@ -69,21 +69,20 @@ class PartWriter:
         self._direct = direct
         self._then = then
         self._spread = spread_seconds
-        # More copying threads gain little: one core uses much of the memory bandwidth.
+        # Use few copying threads: one core uses much of the memory bandwidth.
         self._copiers = min(num_cores, _MOST_COPIERS)
-        # Limits the threads that copy and hash, so that a first block is ready early.
+        # Limits the threads that copy and hash, so that one can soon start to write.
         self._cores = threading.Semaphore(num_cores)
         self._hurry = threading.Event()
         self._file = -1
         self._downloads = downloads
-        # Copies that the GPU may not have finished, by the index of the block.
+        # Copies that a GPU may not have finished, by the index of the block.
         self._arrivals: dict[int, Arrival] = {}
         self._values: Mapping[str, Source] = {}
         self._ahead = False
-        # Items: the index of a block, and the place of its copy (None if the thread
-        # must copy it). An item None ends a thread.
+        # Items: the index of a block, and the place of its copy, or None if the thread
+        # must copy the block. A thread ends when it gets an item that is None.
         self._todo: SimpleQueue[tuple[int, int | None] | None] = SimpleQueue()
-        # Places that are free for the next block.
         self._free: SimpleQueue[int] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -94,8 +93,8 @@ class PartWriter:
         """Start threads that write all blocks.
 
         If ``ahead``, all blocks are copied first, and the program may change values
-        after the return (values on a GPU: by later work in its current stream). If not
-        ``ahead``, the program may change values only after `join`.
+        after the return (values on a GPU: by later work in its current stream).
+        Otherwise the program may change values only after `join`.
         """
         self._ahead = ahead
         asks = any(map(is_elsewhere, values.values()))
@@ -112,7 +111,7 @@ class PartWriter:
             feeds = asks and not ahead and self.error is None
             wanted = NUM_THREADS if ahead or feeds else RING_SLOTS
             if not feeds:
-                # Fill the queue first, so that an interrupt leaves no thread waiting.
+                # Fill the queue first, or an interrupt could leave threads that wait.
                 for index in range(len(self.blocks)):
                     self._todo.put((index, index if ahead else None))
                 for _ in range(wanted):
@@ -127,7 +126,7 @@ class PartWriter:
                         self._todo.put(None)
 
     def _feed(self) -> None:
-        """Copy block after block, in the caller's thread, to the next free place."""
+        """Copy all blocks in the caller's thread, each to the next free place."""
         for slot in range(RING_SLOTS):
             self._free.put(slot)
         with self._telling():
@@ -140,9 +139,9 @@ class PartWriter:
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
-        """Record an error of a block, for all replicas to raise at the end of the save.
+        """Record an error of this replica; at the end of the save, all replicas raise.
 
-        A lost server, or an exception that ends the program, is also raised here.
+        Raise it here, too, if a server is lost or the exception ends the program.
         """
         try:
             yield
@@ -184,7 +183,7 @@ class PartWriter:
                 thread.start()
                 self._threads.append(thread)
             except BaseException as error:
-                # If the system refuses a thread, all replicas raise this at the end.
+                # If the system refuses a thread, all replicas raise the error later.
                 self._fail(error)
                 self._leave(wanted - number)
                 if not isinstance(error, RuntimeError):
@@ -205,10 +204,7 @@ class PartWriter:
         self._leave(1)
 
     def _made(self, index: int, slot: int | None, number: int) -> memoryview:
-        """Return a block, after copying it (if necessary) and hashing it.
-
-        ``number`` is the number of this thread.
-        """
+        """Copy a block (unless ``slot`` has it) and hash it, in thread ``number``."""
         if self._ahead:
             self._await_turn(index)
             self._await_copy(index)
@@ -231,7 +227,7 @@ class PartWriter:
                 arrival.wait()
 
     def _leave(self, count: int) -> None:
-        """Count ``count`` threads as ended; the last thread closes the file."""
+        """Count ``count`` more threads as ended; after the last one, close the file."""
         with self._lock:
             self._left -= count
             last = self._left == 0
@@ -281,7 +277,7 @@ class PartWriter:
             self._fail(error)
         self._values, self._downloads = {}, None
         self._arrivals.clear()
-        # Break the reference cycle with the owner, so that both are freed immediately.
+        # Break the reference cycle with the `PendingSave`, so that both are freed soon.
         then, self._then = self._then, None
         self.done.set()
         if then is not None:
@@ -305,7 +301,7 @@ class PartWriter:
         return not any(thread.is_alive() for thread in self._threads)
 
     def join(self, seconds: float | None = None) -> bool:
-        """Wait for the threads, without delays; return whether they have ended."""
+        """Wait for the threads, without delays of writes; return if all have ended."""
         self._hurry.set()
         for thread in self._threads:
             thread.join(seconds)

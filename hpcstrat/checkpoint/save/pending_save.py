@@ -58,17 +58,16 @@ __all__ = [
 class Publication:
     """The last step of a save, on replica 0: publishes the file, or removes it.
 
-    The file gets its final name only when all its bytes are on the disk, and older
-    checkpoints are removed only after that. Therefore a power failure at any time
-    leaves an intact checkpoint. Either the saving thread or the main thread publishes,
-    whichever is first.
+    The file gets its final name when all its bytes are on the disk, and older
+    checkpoints are removed only after that. So a power failure at any time leaves an
+    intact checkpoint. The saving thread or the main thread publishes: the first one.
     """
 
     path: str
     # Name of the file until it is published, in the same folder.
     temporary: str
     replaces: bool
-    # The file to replace, as it was at the start of the save.
+    # Identity of the file at ``path`` at the start of the save.
     found: Identity | None
     # Checkpoints of later steps, to remove when this checkpoint is on the disk.
     abandoned: list[tuple[str, Identity | None]]
@@ -80,7 +79,7 @@ class Publication:
     error: BaseException | None = None
     # time.perf_counter() when the checkpoint was on the disk; 0 before.
     ended: float = 0.0
-    # Reentrant, because a signal handler may interrupt `do` and call `drop`.
+    # Reentrant, or a signal handler that calls `drop` during `do` would deadlock.
     _lock: Any = field(default_factory=threading.RLock)
 
     @property
@@ -88,7 +87,7 @@ class Publication:
         return self.ended > 0 or self.error is not None
 
     def do(self, hashes: Array) -> None:
-        """Publish the checkpoint, when all parts are on the disk; store any error."""
+        """Publish the checkpoint, whose parts are all on the disk; store any error."""
         with self._lock:
             if self.over:
                 return
@@ -103,8 +102,7 @@ class Publication:
                 self.error = error
                 self._remove()
                 if published and not replaces:
-                    # Without the flush, a power failure may lose the name: remove the
-                    # file.
+                    # Unflushed, the name may be lost in a power failure: remove it.
                     with suppress(OSError):
                         remove(self.path)
                 return
@@ -114,7 +112,6 @@ class Publication:
                 self.error = error
                 return
             self.ended = time.perf_counter()
-            # The new checkpoint is on the disk now.
             self._tidy()
 
     def drop(self, error: BaseException) -> None:
@@ -159,7 +156,7 @@ class Publication:
         left = []
         for path, identity in self.abandoned:
             try:
-                # Keep a file that another job has written at this path since.
+                # Keep the file if another job has replaced it since.
                 if identity_of(path) == identity:
                     remove(path)
             except FileNotFoundError:
@@ -181,7 +178,7 @@ class Publication:
         try:
             self.retention.apply(Found(self.path, step, self.created_unix_ns, metrics))
         except Exception as error:
-            # The new checkpoint is complete, so that this error must not fail the save.
+            # The new checkpoint is complete: this error must not make the save fail.
             get_logger("checkpoint").warning(
                 "old checkpoints in %s were not removed: %s",
                 os.path.dirname(self.path),
@@ -191,7 +188,7 @@ class Publication:
 
 _FIRST_NAP_SECONDS, _LAST_NAP_SECONDS = 0.001, 0.05
 _PATIENCE_SECONDS = 60.0
-# Time for which a thread waits until removed files are freed: see `_await_room`.
+# Longest wait for the disk space of removed files: see `_await_room`.
 _FREEING_SECONDS = 5.0
 
 
@@ -215,7 +212,8 @@ def checked_bandwidth(value: SupportsFloat | None) -> float:
 class SaveOptions:
     path: str
     asynchronous: bool
-    # True if a checkpoint of this step is replaced, and later steps are removed.
+    # True if the save replaces a checkpoint of this step (``replaces``), and removes
+    # checkpoints of later steps (``abandons``).
     replaces: bool
     abandons: bool
     # time.perf_counter() at the call of `save`.
@@ -231,9 +229,9 @@ class NewFile:
     temporary: str
     # Random bytes that identify verdicts of this save.
     nonce: bytes
-    # Plain state of replica 0; each replica writes a part of it.
+    # Plain state of replica 0, because any replica may write a part of it.
     python: dict[str, bytes]
-    # None if the plan is the same as in the last save, which all replicas have kept.
+    # None if all replicas can use the plan of the last save again.
     plan: FileLayout | None
     direct: bool
 
@@ -242,9 +240,8 @@ class PendingSave:
     """A save that has not ended, on one replica.
 
     Threads of this replica hash and write its blocks. In a background save, the last
-    thread also writes a verdict to the file. A thread of replica 0 reads the verdicts,
-    and publishes the file when all parts are written. So the main threads make no MPI
-    calls.
+    thread then writes a verdict to the file; on replica 0, it reads all verdicts, and
+    publishes the file when all parts are written. So the main threads make no MPI call.
     """
 
     def __init__(
@@ -263,13 +260,13 @@ class PendingSave:
         self.blocking_seconds = 0.0
         # Only replica 0 has a publication.
         self.publication: Publication | None = None
-        # None until writing has begun. If it cannot begin, ``error`` is the cause.
+        # None until writing begins. If that fails, ``error`` has the cause.
         self.part: PartWriter | None = None
         self.error: BaseException | None = None
-        # Set when replica 0's thread must stop waiting for verdicts of other replicas.
+        # Set to stop replica 0's thread, which may wait for verdicts of other replicas.
         self._stop = threading.Event()
-        # True if a verdict could not be written or read. The main threads must then
-        # exchange the outcome, in `Saver.finish`.
+        # True if a verdict could not be written or read; the main threads must then
+        # exchange the results in `Saver.finish`.
         self._unheard = False
 
     @property
@@ -289,8 +286,8 @@ class PendingSave:
     ) -> None:
         """Start copying and writing this replica's blocks.
 
-        In a background save, all blocks are copied when this returns; in another save,
-        after `join`.
+        In a background save, all blocks are copied when this method returns; in other
+        saves, they are copied when `join` returns.
         """
         ahead = self.order.asynchronous
         self.part = PartWriter(
@@ -309,11 +306,11 @@ class PendingSave:
         self.part.start(values, ahead=ahead)
 
     def _in_background(self, part: PartWriter) -> None:
-        """In the last thread, write this replica's verdict; on replica 0, publish."""
+        """Write this replica's verdict; on replica 0, publish. For the last thread."""
         error = part.error
         try:
             if self.publication is None:
-                # Replica 0 waits for no verdict on a part without blocks.
+                # Replica 0 does not wait for the verdict of a replica without blocks.
                 if part.blocks:
                     verdict = part.hashes if error is None else _number(error)
                     write_verdict(*self._where(self.rank), verdict)
@@ -323,7 +320,7 @@ class PendingSave:
                 self._publish_when_all_are_there(self.publication, part)
                 self._await_room()
         except OSError as problem:
-            # The main threads will exchange the outcome instead.
+            # The main threads will exchange the results instead.
             self._unheard = True
             get_logger("checkpoint").debug(
                 "the outcome of %s could not be read: %s", self.order, problem
@@ -348,21 +345,21 @@ class PendingSave:
                     return
                 nap = min(1.5 * nap, _LAST_NAP_SECONDS)
             if isinstance(verdict, int):
-                # The main threads report the rank and the cause in `Saver.finish`.
+                # `Saver.finish` will raise an error with the rank and the cause.
                 publication.drop(OSError(verdict, os.strerror(verdict)))
                 return
             hashes[list(blocks)] = verdict
         publication.do(hashes)
 
     def _await_room(self) -> None:
-        """Wait until removed files are freed, because freeing slows later writes."""
+        """Wait until removed files' space is freed, because freeing slows writes."""
         end = time.monotonic() + _FREEING_SECONDS
         while gives_back() and time.monotonic() < end:
             if self._stop.wait(_FIRST_NAP_SECONDS):
                 return
 
     def join(self) -> None:
-        """Wait for this replica's threads; they stop waiting for other replicas."""
+        """Wait for this replica's threads, which stop waiting for other replicas."""
         if self.part is not None:
             self._stop.set()
             self.part.join()
@@ -375,8 +372,8 @@ class PendingSave:
             self.publication.drop(error)
 
     def finish_alone(self) -> None:
-        """Finish without the main threads of other replicas, or remove the file."""
-        # Replica 0's thread waits up to this time for verdicts of other replicas.
+        """Finish without other replicas' main threads; if impossible, drop the save."""
+        # Meanwhile, replica 0's thread may wait for verdicts of other replicas.
         done = self.part is None or self.part.join(_PATIENCE_SECONDS)
         self._stop.set()
         if self.publication is not None:
@@ -403,7 +400,7 @@ os.register_at_fork(after_in_child=_under_way.clear)
 
 
 def give_up_all(error: BaseException) -> None:
-    """Give up all running saves, after the loss of a rank that has a part of them."""
+    """Give up all running saves, because a lost rank cannot write its parts."""
     for save in list(_under_way):
         save.give_up(error)
 

@@ -1,8 +1,8 @@
 """Exchange of rows before a save, for datasets with a row per replica or per group.
 
-A large row is written by the replica that has it; a group's replicas each write a part
-of their row. If a block has bytes of several rows, one replica writes the block, and
-needs all its bytes for its hash. Therefore that replica receives the other rows' bytes.
+A replica that has a large row writes it; the replicas of a group each write a part of
+their row. If a block has bytes of several rows, one replica writes the block. It needs
+all bytes of the block for the hash, and receives those of rows that it does not have.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpcstrat.engine.typing import Array, Replicas
 
 __all__ = ["DatasetRows", "exchange_rows"]
 
-# A round exchanges the rows of blocks of at most this total size.
+# The blocks whose rows are exchanged in one round have at most this total size.
 _ROUND_BYTES = 256 << 20
 
 
@@ -30,18 +30,18 @@ class DatasetRows:
     def __init__(self, extent: Extent, row: int, own: Array) -> None:
         self.extent = extent
         self._each, self.row, self._own = extent.row_bytes, row, own
-        # Pieces with bytes of other rows, by the offset of a piece's first byte.
+        # Buffers for pieces with bytes of other rows, by the offset of a piece's start.
         self._mixed: dict[int, Array] = {}
-        # Copies that the caller must make: pairs of bytes on a GPU, and host memory.
+        # Copies that the caller must make: pairs (bytes on a GPU, memory on the host).
         self.missing: list[tuple[Array, Array]] = []
 
     def __getitem__(self, source: slice, /) -> Array:
-        """Return a piece: a view of this replica's row, or a buffer of `prepare`."""
+        """Return a piece's bytes: a view of the own row, or a buffer of `prepare`."""
         mixed = self._mixed.get(source.start)
         return self.own(source) if mixed is None else mixed
 
     def own(self, source: slice) -> Array:
-        """Return a view, maybe empty, of a piece's bytes in this replica's row."""
+        """Return a view of the bytes of a piece in this replica's row; maybe none."""
         before = self.row * self._each
         low, high = max(source.start - before, 0), max(source.stop - before, 0)
         return self._own[low:high]
@@ -49,7 +49,7 @@ class DatasetRows:
     def sent(self, source: slice) -> Array:
         """Return this replica's bytes of a piece in host memory, to send in a message.
 
-        If the bytes are on a GPU, the result is valid after ``missing`` was copied.
+        If the bytes are on a GPU, the result is valid when ``missing`` has been copied.
         """
         own = self.own(source)
         if not is_device(own):
@@ -83,7 +83,7 @@ class DatasetRows:
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """Arrays to send to, and to receive from, each other replica in one round."""
+    """Arrays to send and to receive in one round: a list for each replica."""
 
     sent: list[list[Array]]
     received: list[list[Array]]
@@ -100,9 +100,8 @@ def exchange_rows(
     """Send bytes of rows to the replicas that write the blocks with these bytes.
 
     Collective over the strategy's replicas; if memory is short on one rank, all ranks
-    raise an error. ``values`` are this replica's rows; the returned objects refer to
-    these arrays. ``fetch`` (`Downloads.fetch`) copies from a GPU to the host, as
-    messages require.
+    raise an error. ``values`` are this replica's rows, to which the returned objects
+    refer. ``fetch`` (`Downloads.fetch`) copies bytes to send from a GPU to the host.
     """
     collectives, what = strategy.collectives, f"exchange of rows for the save of {name}"
     place = strategy.replica_id, strategy.num_replicas_in_sync
@@ -163,7 +162,7 @@ def _rounds(
     rounds = []
     for first in range(0, len(mixed), count):
         made = _Round([[] for _ in range(size)], [[] for _ in range(size)])
-        # Sender and receiver both use the order in the file, so that messages match.
+        # Sender and receiver both order the bytes as in the file, so that they match.
         for block in mixed[first : first + count]:
             for piece in plan.pieces(block):
                 if piece.path not in rows:

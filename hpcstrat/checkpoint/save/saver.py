@@ -2,8 +2,8 @@
 
 Replica 0 makes the file. Every replica copies its blocks, and threads hash and write
 the blocks. Replica 0 publishes the file when all parts are on the disk. The main
-threads make collective calls twice: at the start, and in the next `wait`, `save` or
-`close`. A background save is published even without the second time: see `PendingSave`.
+threads make collective calls at the start, and in `finish`. After a background save,
+the next `wait`, `save` or `close` calls `finish`; `PendingSave` publishes earlier.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Saver:
         Collective over the strategy's replicas; raises CheckpointError on every rank.
         ``values`` are values over all replicas, or this replica's rows. The program may
         change these arrays after the return (on a GPU: by later work in its current
-        stream). ``compare`` is collective. It runs while replica 0 makes the file
-        (asynchronous save), or while threads write the file.
+        stream). ``compare`` is collective, and runs while replica 0 makes the file
+        (asynchronous save), or while threads write the file (other saves).
         """
         publications: list[Publication] = []
         try:
@@ -114,8 +114,7 @@ class Saver:
         rows = self._rows(save, values)
         try:
             data = _sources(values, rows) | state_bytes(header, file.python)
-            # An asynchronous save holds all blocks of this replica at a time, others a
-            # few.
+            # An asynchronous save needs memory for all blocks of this replica.
             slots = max(len(blocks), 1) if order.asynchronous else RING_SLOTS
             downloads = self._from_device(values)
             image = self._memory.image(slots, save.plan.block_bytes)
@@ -123,11 +122,11 @@ class Saver:
                 downloads.begin()
             save.write(image, data, blocks, self._num_cores, downloads=downloads)
         except UnavailableError as error:
-            # Raise here: with parameter servers, this save has no other replicas.
+            # Raise here: a save with parameter servers has only this replica.
             self._drop(save, error)
             raise
         except Exception as error:
-            # All replicas raise the error together in `finish`.
+            # In `finish`, all replicas raise an error.
             save.error = error
         except BaseException as error:
             self._drop(save, error)
@@ -136,7 +135,7 @@ class Saver:
         if order.asynchronous:
             return
         try:
-            # Compare while threads write; `finish` publishes the file only afterwards.
+            # Compare while threads write; if copies differ, the file is not published.
             compare()
         except BaseException as error:
             self._drop(save, error)
@@ -157,7 +156,7 @@ class Saver:
         make: Callable[[], NewFile],
         compare: Callable[[], None],
     ) -> NewFile:
-        """Make the file in a thread of replica 0; call ``compare`` meanwhile."""
+        """Make the file in a thread of replica 0, while all ranks call ``compare``."""
         with ThreadPoolExecutor(1, "hpcstrat-make") as pool:
             if self._strategy.replica_id == 0:
                 # If the system refuses a thread, `on_rank_0` makes the file here.
@@ -193,18 +192,17 @@ class Saver:
         try:
             save.join()
         except BaseException:
-            # After an interrupt, threads may still use this memory.
+            # After an interrupt, threads may still use this memory: do not reuse it.
             self._memory.leave()
             raise
 
     def _make(
         self, order: SaveOptions, header: Header, publications: list[Publication]
     ) -> NewFile:
-        """Make the file; called in a thread of replica 0.
+        """Make the file, and append its publication to ``publications``.
 
-        The publication is appended to ``publications`` rather than returned, because
-        after an error or interrupt the caller gets no result, but must still remove the
-        file.
+        Called on replica 0, in a thread. The publication is not returned, because after
+        an error or interrupt the caller gets no result, but must remove the file.
         """
         path = order.path
         damaged = self._retention.is_damaged
@@ -255,7 +253,7 @@ class Saver:
         """Return the skeleton of an earlier save if it fits, or make a new one."""
         known = [each for each in self._skeletons if each.fits(header, python)]
         others = [each for each in self._skeletons if each not in known]
-        # Keep one that does not fit: saves with and without metrics may alternate.
+        # Keep one other skeleton: saves with metrics and without them may alternate.
         for old in others[:-1]:
             self._skeletons.remove(old)
             old.close()
@@ -276,7 +274,7 @@ class Saver:
         votes = self._strategy.collectives.all_gather_object(
             (ended, save.failed), f"whether the save of {save.order.path} is done"
         )
-        # After a failure the save is over, although threads of other replicas may wait.
+        # After a failure on one replica the save is over, even if threads still wait.
         return not all(ended for ended, _ in votes) and not any(
             failed for _, failed in votes
         )
@@ -325,7 +323,7 @@ class Saver:
     def _account(
         self, save: PendingSave, seconds: list[dict[str, float]], total: float
     ) -> None:
-        """Record the cost of a save; ``seconds`` has the times of all replicas."""
+        """Set ``last``; ``seconds`` has each replica's times, ``total`` the save's."""
         asynchronous = save.order.asynchronous
         self.last = SaveStatistics(
             path=save.order.path,
@@ -365,7 +363,7 @@ def _num_cores(strategy: Replicas) -> int:
 def _sources(
     values: Mapping[str, Any], rows: Mapping[str, DatasetRows]
 ) -> dict[str, Source]:
-    """Return the source of each value's bytes: rows, other processes, or an array."""
+    """Return each value's source of bytes: its rows, an `Elsewhere`, or an array."""
     rest = {path: value for path, value in values.items() if path not in rows}
     return {
         **rows,
@@ -377,7 +375,7 @@ def _conclude(save: PendingSave, hashes: list[bytes], wrong: list[str]) -> float
     """Publish the file on replica 0, unless a thread has; return the save's seconds."""
     publication = save.publication
     assert publication is not None
-    # If a thread has published the file, ignore failures of replicas without blocks.
+    # If a thread has published the file, ``wrong`` is only of replicas without blocks.
     if wrong and not publication.ended:
         error = CheckpointError("; ".join(wrong))
         publication.drop(error)

@@ -1,4 +1,4 @@
-"""Saving before a job ends, after a notice by a signal, the scheduler or a program."""
+"""Saving before a job ends, after a notice by a signal, scheduler or function."""
 
 from __future__ import annotations
 

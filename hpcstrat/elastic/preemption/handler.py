@@ -19,17 +19,17 @@ __all__ = ["PreemptionCheckpointHandler"]
 
 _EXIT_STATUS = 42
 _NAME = "preemption"
-# Estimate of the time of a save, used before the first save or restore. It uses a third
-# of a shared disk's speed, because optimizers will add variables to the save.
+# Estimate of the time of a save, used before the first save or restore: a shared disk's
+# speed (50 MB/s) divided by 3, because optimizers will add variables to the save.
 _FIRST_SAVE_SECONDS = 5.0
 _FIRST_BYTES_PER_SECOND = 50e6 / 3
 _LEAST_MARGIN_SECONDS = 10.0
-# Factor for a slower disk, because many jobs may save at the same time.
+# Factor for the time of the last save, because other jobs may slow down the disk.
 _MARGIN = 3.0
 
 
 class _Calls:
-    """The number of steps, an object with plain state that is saved."""
+    """The number of steps, as an object with plain state that the manager saves."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -47,8 +47,8 @@ class PreemptionCheckpointHandler:
     Collective over the strategy's replicas, as are the handler's methods. A new handler
     restores the newest checkpoint, if there is one, and listens for signals.
 
-    A signal to one rank is enough: that rank's next collective call notifies the other
-    ranks in its header, so that no extra messages are sent. All ranks finish the
+    A signal to one rank is enough: the header of that rank's next collective call
+    notifies the other ranks, so that no extra messages are sent. All ranks finish the
     current step. The next `run` saves, and exits the program with status 42. The
     handler also saves and exits shortly before the job's time limit. When the job is
     started again, it continues from the checkpoint, on any number of ranks.
@@ -106,18 +106,17 @@ class PreemptionCheckpointHandler:
     ) -> None:
         self._config = config = termination_config or TerminationConfig()
         self._calls = _Calls()
-        # Notice of a strategy with one replica; other strategies use a channel.
+        # Reason of a notice, if the strategy has no channel (one replica).
         self._notice = ""
-        # True if all ranks knew of a notice at the end of the last step. All ranks have
-        # the same value.
+        # True if there was a notice at the end of the last step; equal on all ranks.
         self._due = False
         # True after the first save of a grace period, while the training continues.
         self._in_grace = False
-        # Seconds of the longest save so far; an estimate to use before the first save.
+        # Seconds of the longest save so far; ``_guess`` is used before the first save.
         self._longest_save = self._guess = 0.0
         self._manager = _manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
         self._channel = self._manager.collectives.channel
-        # Discard notices that an earlier handler received, and all ranks know.
+        # Discard notices that all ranks received while an earlier handler existed.
         self._forget()
         try:
             self._manager._add_optional(_NAME, self._calls)
@@ -143,7 +142,7 @@ class PreemptionCheckpointHandler:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """Stop listening, except during an exit, which another signal could kill."""
+        """Stop listening, but not during an exit: a signal would end it too early."""
         if kind is None or not issubclass(kind, SystemExit):
             self.close()
 
@@ -161,7 +160,7 @@ class PreemptionCheckpointHandler:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Call the next step; if there was a notice, save and exit instead.
+        """Run the next step; if there was a notice, save and exit instead.
 
         Collective over the strategy's replicas.
 
@@ -169,7 +168,7 @@ class PreemptionCheckpointHandler:
         ----------
         distributed_train_function : callable
             The step, called on every rank. It must sometimes make collective calls,
-            because ranks learn of a notice from the headers of these calls.
+            because their headers notify the other ranks of a notice.
         *args, **kwargs : object
             Arguments of the function.
 
@@ -193,7 +192,7 @@ class PreemptionCheckpointHandler:
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
-        """Count a step; if a notice arrived before that step, save and exit.
+        """Count a step; if a notice had arrived by the step's start, save and exit.
 
         Collective over the strategy's replicas. For loops that do not use `run`: call
         this method after each step. Raises the errors of `run`.
@@ -203,8 +202,8 @@ class PreemptionCheckpointHandler:
         *args, **kwargs : object
             Arguments of the manager's ``save``, or of ``save_fn``.
         """
-        # Unlike tf.distribute, count the step before the save, so that a loop that
-        # starts at total_run_calls repeats no step.
+        # Unlike tf.distribute, count the step before the save: a loop that starts at
+        # the restored total_run_calls then repeats no step.
         self._calls.number += 1
         if self._due:
             self._act(*args, **kwargs)
@@ -237,7 +236,7 @@ class PreemptionCheckpointHandler:
         return channel is None or bool(channel.topology.replica_id == 0)
 
     def _tell(self, reason: str) -> None:
-        # Only assign here, because a signal handler or a thread calls this method.
+        # Do no more than assign, because a signal handler or a thread calls this.
         if self._channel is None:
             self._notice = reason
         else:

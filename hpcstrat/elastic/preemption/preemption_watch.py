@@ -21,7 +21,7 @@ _POLL_SECONDS = 1.0
 class PreemptionWatch:
     """Reports notices: a signal, a true result of a function, or the job's near end.
 
-    ``tell`` is called with the reason, in a signal handler or a thread.
+    A signal handler or a thread calls ``tell`` with the reason of a notice.
     ``save_seconds`` returns how many seconds before the job's end a save must begin. If
     ``asks``, this rank asks the scheduler when the job will end.
     """
@@ -41,7 +41,7 @@ class PreemptionWatch:
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
         self._ends_at: float | None = None
-        # The thread asks for this job's end, because the answer may take a while.
+        # The job whose end the thread requests, because the answer may take a while.
         self._job: BatchJob | None = None
         if not isinstance(config.job_end, str):
             self._ends_at = config.job_end
@@ -53,7 +53,7 @@ class PreemptionWatch:
             self._start()
 
     def be_done_in(self, seconds: float) -> None:
-        """Ignore notices from now on; report only that ``seconds`` are nearly over."""
+        """From now on, report only one notice: that ``seconds`` are nearly over."""
         self._function = None
         for number in self._before:
             signal.signal(number, signal.SIG_IGN)
@@ -76,12 +76,12 @@ class PreemptionWatch:
             )
         for number in config.signals or ():
             before = signal.signal(number, self._on_signal)
-            # Python cannot restore a handler of C code (None): restore the default.
+            # None is a handler of C code, which `close` cannot install again.
             self._before[int(number)] = signal.SIG_DFL if before is None else before
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:
-            # End this forked child process, such as a data loader's worker.
+            # End this process, a forked child such as a data loader's worker.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return

@@ -1,4 +1,4 @@
-"""`TerminationConfig`: the notices of a job's end, and what to do after one."""
+"""`TerminationConfig`: options for notices of a job's end, and for the reaction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NOT_CAUGHT = {signal.SIGKILL, signal.SIGSTOP}
 
 @dataclass(frozen=True)
 class TerminationConfig:
-    """Options of a `PreemptionCheckpointHandler`: its notices, and how it reacts.
+    """Options of a `PreemptionCheckpointHandler`: its notices, and its reaction.
 
     Not collective.
 
@@ -32,10 +32,9 @@ class TerminationConfig:
         Function that is called without arguments on every rank, after everything is
         saved; default: ``sys.exit(42)``. If it returns, the training continues.
     grace_period : float, optional
-        Seconds from a notice until the job is ended. If above 0, everything is saved
-        after the current step, and the training continues. When the time is nearly
-        over, everything is saved again, and the program exits. Default: 0, save and
-        exit after the current step.
+        Seconds from a notice until the system ends the job. If above 0, the handler
+        saves after the current step, and the training continues; shortly before the end
+        the handler saves again, and exits. Default: 0, save once and exit.
     save_fn : callable, optional
         Function that is called on every rank instead of the manager's ``save``.
     signals : sequence of signal.Signals or str, optional
@@ -43,12 +42,12 @@ class TerminationConfig:
         SIGTERM and SIGUSR1; in jobs of LSF and SGE also SIGUSR2, their warning signal.
     job_end : float or "scheduler" or None
         End of the job, in seconds since the epoch; ``"scheduler"`` asks Slurm, PBS,
-        Flux, LSF or SGE for the end of this job. The program saves and exits so early
-        that a save as long as the longest save so far can end in time. ``"slurm"`` is
-        an older name of ``"scheduler"``.
+        Flux, LSF or SGE for the end of this job. The handler saves and exits early
+        enough for a save that takes three times as long as the longest save so far.
+        ``"slurm"`` is an older name of ``"scheduler"``.
     requeue : bool
-        Whether the first rank asks Slurm, LSF or SGE to requeue the job before it
-        exits. PBS and Flux do not do this for users: see ``jobs/pbs/``, ``jobs/flux/``.
+        Whether the first rank asks Slurm, LSF or SGE to requeue the job, before it
+        exits. Users of PBS and Flux cannot do so: see ``jobs/pbs/``, ``jobs/flux/``.
 
     Raises
     ------
