@@ -67,8 +67,7 @@ def info(workers: int | None, ranks_per_worker: int | None) -> None:
     for name, version in software():
         table.add_row(name, version)
     table.add_row("launcher", launch_words())
-    # Count the cores in the affinity mask that a launcher has set, not all of the
-    # machine.
+    # Count only the cores to which a launcher has bound this process.
     table.add_row("cores for this process", str(len(os.sched_getaffinity(0))))
     each = ranks_per_worker or launch.local_size or 1
     count = workers or max(1, launch.size // each)
@@ -79,7 +78,7 @@ def info(workers: int | None, ranks_per_worker: int | None) -> None:
 
 
 def _sums(num_workers: int, each: int) -> Iterator[tuple[str, str]]:
-    """Yield table rows: for each way to sum host arrays, the sizes that use it."""
+    """Yield table rows: from which size on, and how, host arrays are summed."""
     from hpcstrat.engine.collectives.select import schedule
 
     ranks = f"{each} rank{'s' if each > 1 else ''}"

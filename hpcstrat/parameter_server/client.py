@@ -19,10 +19,10 @@ from hpcstrat.parameter_server.shared_files import FilePlace, Reader, Readers
 class Client:
     """Sends updates of variables to servers, and reads values of variables from them.
 
-    A scheduled function waits for its updates when it ends. If ``flushes`` is true
-    (outside of scheduled functions), `done` waits for each update immediately. A thread
-    that sends several updates and then waits must hold ``lock`` during both, so that it
-    receives the errors of its own updates.
+    If ``flushes`` is true, `done` waits for the updates. It is false on a worker that
+    runs scheduled functions, which waits before it reports the end of a function. A
+    thread must hold ``lock`` while it sends several updates and waits for them;
+    otherwise another thread may receive the errors of these updates.
     """
 
     def __init__(self, mailbox: Mailbox, servers: Sequence[int]) -> None:
@@ -30,8 +30,8 @@ class Client:
         self.flushes = True
         self._sent: Counter[int] = Counter()
         self._dirty: dict[int, None] = {}
-        # By server of this node: the number of updates that this rank had sent when a
-        # function ended. `_settle` waits for them before this rank reads a value.
+        # By server of this node: the number of updates that this rank had sent when its
+        # last function ended. `_settle` waits for them before this rank reads a value.
         self._unseen: dict[int, int] = {}
         self._readers = Readers()
         # By server of this node, in shared memory: for each rank, the number of its
@@ -47,8 +47,8 @@ class Client:
         self.servers = tuple(servers)
         bells = self.mailbox.wakeup_pipes
         for server in self.servers:
-            # The counts of lost servers are kept, because waiting threads may still
-            # read them.
+            # Keep the counts of lost servers, because a thread that waits for a lost
+            # server may still read them.
             if (place := bells.place(server)) is not None:
                 self._counts[server] = bells.applied[place], bells.failed[place]
 
@@ -57,7 +57,8 @@ class Client:
     ) -> Reader | None:
         """Return a reader of a shard in shared memory, or None.
 
-        The result is None if the server is on another node or cannot be read in place.
+        The result is None if the server is on another node, or if this process cannot
+        map the shard.
         """
         if server not in self._counts:
             return None
@@ -77,17 +78,17 @@ class Client:
 
     @one_thread_at_a_time
     def post(self, server: int, *message: Any) -> None:
-        """Send an update to a server; `flush` waits until it is made."""
+        """Send an update to a server; `flush` waits until the server has made it."""
         self.tell(server, *message)
         self._dirty[server] = None
 
     def tell(self, server: int, *message: Any) -> None:
-        """Send an update to a server; no later call waits for this update."""
+        """Send an update to a server; `flush` need not wait for this update."""
         self.mailbox.send(server, message)
         self._sent[server] += 1
 
     def knows_rule(self, server: int, key: int, rule: Any) -> bool:
-        """Return whether a server has an optimizer's rule; record the rule as sent."""
+        """Return whether a server has this rule of an optimizer; record it as sent."""
         known = False
         with contextlib.suppress(Exception):
             # If the rule has options that cannot be compared, such as arrays, the
@@ -97,7 +98,7 @@ class Client:
         return known
 
     def done(self) -> None:
-        """Wait for posted updates, unless a scheduled function is running."""
+        """Wait for posted updates if ``flushes`` is true."""
         if self.flushes:
             self.flush()
 
@@ -145,8 +146,8 @@ class Client:
     def pending(self) -> dict[int, int]:
         """Return how many updates this rank has sent to each server of this node.
 
-        Only servers with updates that may not be made yet are included. The call waits
-        for updates on servers of other nodes.
+        Servers that have made all of these updates may be left out. For servers on
+        other nodes, the call waits until they have made all updates.
         """
         if not self._dirty:
             return {}
@@ -160,7 +161,7 @@ class Client:
         return wanted
 
     def is_made(self, wanted: dict[int, int]) -> bool:
-        """Return whether servers have made these numbers of updates, or are lost."""
+        """Return whether each server in ``wanted`` has made its updates, or is lost."""
         own, lost = self.mailbox.rank, self.mailbox.lost
         return all(
             self._counts[server][0][own] >= count or server in lost
@@ -168,7 +169,7 @@ class Client:
         )
 
     def wait_for(self, wanted: dict[int, int]) -> None:
-        """Wait until servers have made these numbers of updates, or are lost."""
+        """Wait until each server in ``wanted`` has made its updates, or is lost."""
         notice = self.mailbox.notice
         self.mailbox.wait(
             lambda: self.is_made(wanted) or notice(),
@@ -179,8 +180,9 @@ class Client:
     def check(self, wanted: dict[int, int]) -> None:
         """Raise the first error of updates, or UnavailableError for a lost server.
 
-        ``wanted`` is a result of `pending`. Check these results in the order in which
-        `pending` returned them, each after its updates are made.
+        ``wanted`` is a result of `pending`, whose updates have been made. Check the
+        results in the order in which `pending` returned them; otherwise one function
+        gets the errors of another.
         """
         for server, last in wanted.items():
             self._check_one(server, last)
@@ -191,7 +193,7 @@ class Client:
         self._check_one(server, self._sent[server])
 
     def _check_one(self, server: int, last: int) -> None:
-        """Raise the first error of a server's updates up to the number ``last``.
+        """Raise the first error of a server's updates, up to update number ``last``.
 
         If the server is on another node, wait for its reply.
         """

@@ -1,8 +1,8 @@
 """Handles: small tuples that replace strategy, variables and optimizers in pickles.
 
 A class whose objects are pickled as handles has a method ``_handle``, which returns the
-handle. The receiving rank replaces the handle by its own object. Only messages from the
-job's own communicator are unpickled.
+handle. The receiving rank replaces the handle by its own object. Because unpickling can
+execute code, only messages from the job's own communicator are unpickled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpcstrat.engine.logs import place
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles functions by value if they cannot be imported."""
+    """Pickles objects as handles, and functions that cannot be imported by value."""
 
     def persistent_id(self, obj: Any) -> Any:
         """Return the handle of an object, or None if its class has no handles."""
@@ -36,7 +36,7 @@ class _Unpickler(pickle.Unpickler):
         self._resolve = resolve
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return this rank's object for a handle."""
+        """Return the object of this rank that a handle identifies."""
         return self._resolve(pid)
 
 
@@ -48,7 +48,7 @@ def pickled(value: Any) -> bytes:
 
 
 def unpickled(data: bytes, resolve: Callable[[Any], Any]) -> Any:
-    """Return the value of pickled bytes; ``resolve`` maps a handle to its object."""
+    """Return the value of pickled bytes; ``resolve`` returns the object of a handle."""
     return _Unpickler(io.BytesIO(data), resolve).load()
 
 
@@ -66,10 +66,10 @@ def error_bytes(error: BaseException) -> bytes:
 def error_of(data: bytes) -> Exception:
     """Return the exception that `error_bytes` pickled, with None in place of handles.
 
-    If it cannot be unpickled here, return a RuntimeError with the same text.
+    If this rank cannot unpickle the exception, return a RuntimeError with its text.
     """
     whole, text = pickle.loads(data)
-    # Unpickling may fail, for example because this host does not have a module.
+    # Unpickling fails, for example, if this host lacks the module of the exception.
     with contextlib.suppress(Exception):
         error = unpickled(whole, lambda handle: None)
         if isinstance(error, Exception):

@@ -21,8 +21,8 @@ def embedding_lookup(table: Variable, ids: Any) -> Array:
     table : Variable of shape (rows, ...)
         A variable on parameter servers, or any other variable.
     ids : array_like of int of any shape
-        Numbers of the rows. A server of another node sends a row only once, even if its
-        number is repeated.
+        Numbers of the rows. If a number is repeated, a server on another node sends the
+        row only once.
 
     Returns
     -------

@@ -1,9 +1,9 @@
 """Mailboxes, which send messages between coordinator, workers and servers.
 
 A message is a pickled tuple. MPI sends it as one message that includes small arrays.
-Large arrays (32 KiB and more) follow in pieces, without a copy into a buffer. No call
-here blocks in MPI: data are kept until they are sent. Messages from one rank are
-delivered whole, in the order in which they were sent.
+Large arrays (32 KiB and more) follow in pieces, without a copy into a buffer. Sends do
+not block in MPI: the mailbox keeps the data until they are sent. Messages from one rank
+are delivered whole, in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 def one_thread_at_a_time(method: _Method) -> _Method:
     """Decorate a method to hold its object's ``lock``, so that other threads wait.
 
-    Any thread may make these calls, because they are not collective: different ranks
-    need not make them in the same order.
+    Any thread may call the method: decorated methods are not collective, so different
+    ranks need not call them in the same order.
     """
 
     @functools.wraps(method)
@@ -71,7 +71,7 @@ class _Sending:
 
 
 class _Arriving:
-    """A message that waits for its pieces, or for the pieces of an earlier message."""
+    """A received message that waits for its own pieces, or for an earlier message."""
 
     __slots__ = ("buffers", "payload", "requests", "source")
 
@@ -91,8 +91,7 @@ class _Arriving:
         return pickle.loads(payload, buffers=buffers)
 
     def __del__(self) -> None:
-        # Requests may be incomplete: an interrupt or the sender's death can end the
-        # wait.
+        # After an interrupt or a loss, MPI may still write into the buffers.
         keep(self.requests, self.buffers)
 
 
@@ -100,8 +99,8 @@ class Mailbox:
     """Sends messages to the other ranks of the cluster, and receives their messages.
 
     Collective over ``topology.replica_comm``, as is `close`. ``lost`` is the set of
-    ranks that have died; ``on_loss`` is called with the ranks that are added to it. If
-    a program has several threads, a thread must hold ``lock`` when it uses the mailbox.
+    ranks that have died; ``on_loss`` is called with each set of newly lost ranks. If a
+    program has several threads, a thread must hold ``lock`` when it uses the mailbox.
     """
 
     def __init__(
@@ -110,8 +109,7 @@ class Mailbox:
         self._mpi = topology.mpi
         self._channel = channel
         self._survives = topology.survives
-        # Duplicate the communicator, because the loss of a rank revokes the topology's
-        # communicators.
+        # A duplicate can still send after a loss, which revokes the original.
         self._comm = topology.replica_comm.Dup()
         self._comm.Set_errhandler(topology.mpi.ERRORS_RETURN)
         self.wakeup_pipes = bells
@@ -149,8 +147,7 @@ class Mailbox:
         views = [buffer.raw() for buffer in large]
         whole: bytes | None = data
         if len(data) > _PIECE_BYTES:
-            # A count in an MPI call must be less than 2 GiB, so send the pickle in
-            # pieces.
+            # Send the pickle in pieces: an MPI call sends less than 2 GiB.
             whole, views = None, [memoryview(data), *views]
         if not views:
             self._start(rank, data, tag)
@@ -164,15 +161,14 @@ class Mailbox:
             ]
         self.wakeup_pipes.ring(rank)
         if large and tag == INBOX:
-            # Wait, because the caller may overwrite its arrays after this call. A reply
-            # needs no wait: its arrays are copies that belong to the server.
+            # A reply needs no wait: its arrays are copies that belong to the server.
             self.wait(
                 lambda: self.drive() or not any(one in self._outbox for one in sent),
                 lambda: f"rank {rank} to take {sum(sizes)} bytes",
             )
 
     def _start(self, rank: int, data: Any, tag: int) -> _Sending | None:
-        """Start to send; return the entry in the outbox, or None if already sent."""
+        """Start to send; return the entry in the outbox, or None if nothing is left."""
         try:
             request = self._comm.Isend([data, self._mpi.BYTE], rank, tag)
             if request.Test():
@@ -211,7 +207,7 @@ class Mailbox:
         return False
 
     def poll(self) -> tuple[int, Any] | None:
-        """Return the next message of the inbox with its sender, or None."""
+        """Return the sender and the next message of the inbox, or None."""
         if self._arriving or self._outbox:
             self.drive()
             self._take_arrived()
@@ -238,7 +234,7 @@ class Mailbox:
             return False
 
     def _take(self, source: int, tag: int) -> tuple[int, Any] | None:
-        """Return a message with its sender, or start to receive its pieces."""
+        """Return the sender and a message, or None if parts have yet to arrive."""
         status = self._status
         try:
             matched = self._comm.Improbe(source, tag, status)
@@ -289,8 +285,7 @@ class Mailbox:
             while (found := self._take(rank, REPLY)) is not None:
                 if found[1][0] == number:
                     return found[1]
-                # An answer with another number belongs to a wait that was interrupted;
-                # drop it.
+                # Drop the answer to another question, whose wait was interrupted.
             return rank in self.lost
 
         what = f"rank {rank} to answer {message[0]!r}"
@@ -353,7 +348,8 @@ class Mailbox:
         self._looked_at = seconds
         dead = self._channel.steps.dead()
         if self._survives:
-            # The launcher does not report a rank that left the job by itself.
+            # Record lost ranks here, because the launcher does not report ranks that
+            # have left the job by themselves.
             with self.lock:
                 self.hear(dead)
         elif dead:

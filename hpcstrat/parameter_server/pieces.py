@@ -20,10 +20,10 @@ Part = tuple[int, int, int, int, Reader | None]
 class ServerBytes:
     """The bytes, in C order, of a variable's value or optimizer state on servers.
 
-    The bytes must be read in order, because only one piece is kept in memory at a time.
-    A piece has bytes of one shard, all read between two updates of this shard. ``slot``
-    is None for the variable's value; for an optimizer's state, it has the optimizer's
-    key and the state's kind and initial value.
+    Read the bytes in order: only one piece of up to 32 MiB is kept in memory, and a
+    read outside of it fetches another piece. A piece has bytes of one shard, all read
+    between two updates of this shard. ``slot`` is None for the variable's value; for
+    optimizer state, it is the optimizer's key, and the state's kind and initial value.
     """
 
     def __init__(
@@ -47,10 +47,7 @@ class ServerBytes:
         return found
 
     def _copy(self, start: int, out: Array) -> int:
-        """Copy bytes from the position ``start`` on, up to the end of a piece.
-
-        Return the number of bytes copied.
-        """
+        """Copy bytes from ``start`` to the end of a piece; return their number."""
         if not 0 <= start - self._begin < self._piece.size:
             # Free the old piece before the next one is read.
             self._piece = np.empty(0, np.uint8)
@@ -59,12 +56,12 @@ class ServerBytes:
         found = self._piece[start - self._begin :][: out.size]
         out[: found.size] = found
         if start + found.size == self._nbytes:
-            # Free the last piece now, because a checkpoint may have many values.
+            # Free the last piece now, because a checkpoint may keep many ServerBytes.
             self._piece = np.empty(0, np.uint8)
         return int(found.size)
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[Part, int, int]]:
-        """Yield each shard with bytes from ``start`` to ``stop``, and their range."""
+        """Yield the shards of bytes ``start`` to ``stop``, with the range in each."""
         for part in self._parts:
             _, _, first, last, _ = part
             begin, end = first * self._row_bytes, last * self._row_bytes
@@ -82,8 +79,7 @@ class ServerBytes:
             place = key, kind
             found = self._client.ask(server, "read_bytes", number, place, start, stop)
             if found is None:
-                # The state does not exist before the first step: return its initial
-                # value.
+                # No step has made the state yet: return its initial value.
                 itemsize = self._dtype.itemsize
                 first, last = start // itemsize, -(-stop // itemsize)
                 values = np.full(last - first, initial, self._dtype)

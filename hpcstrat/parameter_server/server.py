@@ -44,7 +44,8 @@ class _StoredShard:
     def update(self, change: Callable[[], None]) -> None:
         """Call ``change``, which modifies the array.
 
-        Meanwhile the version is odd, so that readers on this node wait."""
+        Meanwhile the version is odd, so that readers on this node wait.
+        """
         self.version[0] += 1
         try:
             change()
@@ -53,7 +54,7 @@ class _StoredShard:
 
 
 class VariableServer:
-    """Serves requests until all ``users``, which are ranks, have ended or are lost.
+    """Serves the requests of ranks, until all ``users`` have ended or are lost.
 
     In the methods, ``client`` is the rank that sent a request. A client on this node
     reads in shared memory how many of its updates were made and how many failed; a
@@ -71,9 +72,9 @@ class VariableServer:
         )
         self._memory = SharedFiles()
         self._shards: dict[int, _StoredShard] = {}
-        # Rules by client and optimizer, because each client has its own options.
+        # Rules by client and optimizer, because clients may have different options.
         self._rules: dict[tuple[int, int], Any] = {}
-        # The client that sent the present update.
+        # The client that sent the current update.
         self._client = -1
         # By optimizer: the number of steps in the restored checkpoint.
         self._begun: dict[int, int] = {}
@@ -117,8 +118,7 @@ class VariableServer:
                 closes = closes and rest[0]
                 mailbox.hear(rest[1])
             elif kind == "serves":
-                # The client was a spare rank and is a server now, so it is not a user
-                # any more.
+                # This spare rank has become a server, so it is not a user any more.
                 self._users.discard(client)
             else:
                 self._apply(client, kind, rest)
@@ -146,8 +146,7 @@ class VariableServer:
         value: Any
         try:
             if kind == "flush":
-                # All earlier updates of this client were made before this question
-                # arrived.
+                # This client's earlier updates were made before this question.
                 good, value = True, self._failures(client, *rest)
             else:
                 good, value = True, self._answers[kind](*rest)
@@ -156,7 +155,10 @@ class VariableServer:
         self._mailbox.reply(client, question, good, value)
 
     def _failures(self, client: int, last: int) -> tuple[int, list[bytes]]:
-        """Return how many updates up to ``last`` failed, and the first error."""
+        """Return how many updates up to ``last`` failed, and the first error.
+
+        The errors are removed, so that each call returns only new failures.
+        """
         errors = self._errors[client]
         found = [error for number, error in errors if number <= last]
         del errors[: len(found)]
@@ -165,7 +167,7 @@ class VariableServer:
     def _create(
         self, number: int, name: str, shape: tuple[int, ...], dtype: Any, value: Any
     ) -> FilePlace:
-        """Make a shard from an array, from a pickled function, or (None) from zeros."""
+        """Make a shard from an array or a pickled function; None means zeros."""
         shard = _StoredShard(self._memory, name, shape, dtype)
         if isinstance(value, bytes):
             pickle.loads(value)(shard.array)
@@ -212,8 +214,8 @@ class VariableServer:
             if operation is None:
                 scatter_into(array, method, indices, values)
             else:
-                # No index is repeated, because the client has summed rows with equal
-                # indices.
+                # This is right only without repeated indices: the client has summed
+                # rows with equal indices.
                 array[indices] = call_without_fp_warnings(
                     operation, array[indices], values
                 )
@@ -240,7 +242,7 @@ class VariableServer:
             update = functools.partial(
                 rule._update_one, step, values, [shard.array, *slots]
             )
-            # Do not use `call_without_fp_warnings` here: the rule may call it itself.
+            # Do not use `call_without_fp_warnings`, which must not call Python code.
             with np.errstate(all="ignore"):
                 shard.update(update)
 
@@ -267,7 +269,7 @@ class VariableServer:
         shard.update(lambda: np.copyto(place, data))
 
     def _restored(self, kind: str, key: int, steps: int) -> None:
-        """Set the number of steps that an optimizer made before its checkpoint."""
+        """Set the number of steps that an optimizer had made when it was saved."""
         self._begun[key] = steps
         for shard in self._shards.values():
             shard.steps.pop(key, None)
@@ -285,7 +287,7 @@ class VariableServer:
             shard.steps.clear()
 
     def _delete(self, kind: str, numbers: Iterable[int]) -> None:
-        """Free shards, and the state of each optimizer whose step counter is freed."""
+        """Free shards; if one is an optimizer's step counter, free its state, too."""
         for number in numbers:
             self._shards.pop(number, None)
             self._begun.pop(number, None)

@@ -1,8 +1,8 @@
 """The classes by which checkpoints read and write optimizer state on servers.
 
-Servers identify an optimizer by its key, and make the state of a shard at its first
-step. A file has the same names as with other strategies: the state of a variable is one
-dataset, for any number of shards.
+Servers identify an optimizer by its key. They make a shard's state at the shard's first
+step. A checkpoint has the same names as with other strategies: the state of a variable
+is one dataset, even if the variable has several shards.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class _ServerSlot(Variable):
 
 
 class ServerSlots:
-    """The state of all optimizers on the servers. The coordinator has this object.
+    """The state of all optimizers on the servers, as the coordinator uses it.
 
-    ``variables`` is the coordinator's mapping of existing variables by number. The
-    state that a checkpoint has for a variable stays in the optimizer until the variable
-    is made.
+    ``variables`` is the coordinator's mapping of existing variables by number. If a
+    checkpoint is restored before a variable is made, the variable's state stays in the
+    optimizer until then.
     """
 
     def __init__(self, client: Client, variables: Mapping[int, ServerVariable]) -> None:
@@ -71,7 +71,7 @@ class ServerSlots:
         self._waiting: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def named(self, optimizer: Optimizer) -> dict[str, Variable]:
-        """Return all existing state of an optimizer, by its names in files."""
+        """Return all existing state of an optimizer, by its names in checkpoints."""
         there = {
             number
             for server in self._client.alive()
@@ -101,13 +101,13 @@ class ServerSlots:
         self._client.done()
 
     def wait(self, optimizer: Optimizer) -> None:
-        """Assign restored state to variables, now or when a variable is made."""
+        """Assign an optimizer's restored state: now, or when a new variable is made."""
         self._waiting.add(optimizer)
         for variable in list(self._variables.values()):
             self.give(variable)
 
     def give(self, variable: ServerVariable) -> None:
-        """Send restored state that has waited for this variable to its servers."""
+        """Send restored optimizer state, which waited for this variable, to servers."""
         for optimizer in list(self._waiting):
             for kind in optimizer.state:
                 value = optimizer.take_restored(f"{kind}/{variable.name}")
@@ -115,10 +115,10 @@ class ServerSlots:
                     _ServerSlot(optimizer, kind, variable).assign(value)
 
     def find(self, optimizer: Optimizer, name: str) -> Variable | None:
-        """Return the state that has this name in files, even before any step, or None.
+        """Return the state that has this name in checkpoints, or None.
 
-        The result is None if the variable does not exist, or if the optimizer has no
-        state of this kind.
+        The state need not exist on servers yet. The result is None if the variable does
+        not exist, or if the optimizer has no state of this kind.
         """
         kind, _, rest = name.partition("/")
         names = rest, unescaped(name).partition("/")[2]
@@ -127,7 +127,7 @@ class ServerSlots:
         return _ServerSlot(optimizer, kind, found[0]) if known else None
 
     def restored(self, optimizer: Optimizer) -> None:
-        """Let servers continue to count steps from the restored number of steps."""
+        """Let servers continue to count from the restored number of steps."""
         steps = int(optimizer.iterations.numpy())
         for server in self._client.alive():
             self._client.post(server, "restored", optimizer.key, steps)

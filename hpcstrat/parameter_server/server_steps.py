@@ -91,8 +91,8 @@ def apply_at_servers(
 ) -> bool:
     """Send each server its parts of the gradients; the server makes the step.
 
-    Return False if the step is skipped. Each shard counts its steps, because some rules
-    need the number of the step.
+    Return False if the step is skipped because of a non-finite gradient. The server
+    counts the steps of each shard, because some rules need the number of the step.
     """
     optimizer.require_alone()
     if not isinstance(optimizer.iterations, ServerVariable):
@@ -115,7 +115,7 @@ def apply_at_servers(
         for server, number, part in variable.gradient_parts(gradient):
             by_server.setdefault(server, []).append((number, part))
     for server, steps in by_server.items():
-        # Hold the lock, so that no other thread sends its rule between rule and step.
+        # Hold the lock, so that no other thread sends another rule before this step.
         with client.lock:
             if not client.knows_rule(server, key, rule):
                 client.post(server, "rule", key, pickled(rule))

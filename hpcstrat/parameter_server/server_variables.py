@@ -100,8 +100,7 @@ class ServerVariable(Variable):
         else:
             self._given = super()._initialize(value, dtype)
             shape, kind = self._given.shape, self._given.dtype
-        # The component is a view of one zero: it has the right shape and type, but
-        # takes no memory.
+        # The component has the right shape and type, but only one zero in memory.
         return np.broadcast_to(np.zeros((), kind), shape)
 
     def _made(self) -> None:
@@ -113,7 +112,8 @@ class ServerVariable(Variable):
             self._number, self._shards = told
             self._attach()
             return
-        # Numbers of shards on servers, which are freed together with this object.
+        # Numbers of this variable and its shards; servers free the shards when this
+        # object is freed.
         self._shards, self._held = [], list[int]()
         weakref.finalize(self, strategy.forget, self._held).atexit = False
         try:
@@ -147,7 +147,7 @@ class ServerVariable(Variable):
         return _ShardLocation(server, number, start, stop, place)
 
     def _begin(self) -> None:
-        """Number the variable anew, and register it with its present shards."""
+        """Register the variable under a new number, which identifies it in handles."""
         self._number = next(_numbers)
         self._held.append(self._number)
         self._attach()
@@ -183,7 +183,7 @@ class ServerVariable(Variable):
         return len(self._shards)
 
     def _attach(self) -> None:
-        """Map the shards of servers of this node into this process."""
+        """Map the shards that are on servers of this node into this process."""
         client = self._strategy.client
         for shard in self._shards:
             shape = (shard.stop - shard.start, *self.shape[1:]) if self.ndim else ()
@@ -197,7 +197,7 @@ class ServerVariable(Variable):
 
     @classmethod
     def _from_handle(cls, strategy: Any, number: int, parts: Any) -> ServerVariable:
-        """Return a variable object for a handle of another rank's variable."""
+        """Make this rank's object for a variable, from a handle of another rank."""
         kind, state, shape, dtype = parts
         self: ServerVariable = object.__new__(kind)
         self.__dict__.update(state, _strategy=strategy, _number=number)
@@ -240,8 +240,8 @@ class ServerVariable(Variable):
     def pieces(self, slot: tuple[int, str, float] | None = None) -> ServerBytes:
         """Return an object that reads and writes the value's bytes on servers.
 
-        With ``slot``, the bytes are those of this optimizer state. For the library's
-        own modules.
+        If ``slot`` is given, the object is for this optimizer state instead of the
+        value. For the library's own modules.
         """
         parts = [
             (each.server, each.number, each.start, each.stop, each.reader)
@@ -293,7 +293,7 @@ class ServerVariable(Variable):
         return self
 
     def _by_shard(self, indices: Array) -> Iterator[tuple[_ShardLocation, Any]]:
-        """Yield each shard that has some rows of ``indices``, and the mask of these."""
+        """Yield each shard with rows in ``indices``, and the mask of these indices."""
         if len(self._shards) == 1:
             yield self._shards[0], slice(None)
             return
@@ -303,7 +303,7 @@ class ServerVariable(Variable):
                 yield shard, chosen
 
     def read_rows(self, indices: Array) -> Array:
-        """Return some rows of the value; servers send a repeated row once.
+        """Return some rows of the value; a server sends a repeated row only once.
 
         Not collective.
 
@@ -343,9 +343,8 @@ class ServerVariable(Variable):
     def gradient_parts(self, gradient: Any) -> Iterator[tuple[int, int, Any]]:
         """Yield each shard's server, its number, and its part of a gradient.
 
-        A sparse gradient yields all shards, also those for which it has no rows,
-        because a step must change the optimizer's state of all shards. For the
-        library's own modules.
+        A sparse gradient also yields shards for which it has no rows, because a step
+        changes the optimizer's state of all shards. For the library's own modules.
         """
         if not isinstance(gradient, IndexedSlices):
             for shard, part in self._parts(gradient):
@@ -402,8 +401,7 @@ class ShardedVariable(ServerVariable):
             )
         length = self.shape[0] if self.shape else 1
         count = parts[0] if self.shape else 1
-        # As in tf.distribute, the first shards get one row more if the rows do not
-        # divide evenly.
+        # If rows remain, the first shards get one more row, as in tf.distribute.
         least, more = divmod(length, count)
         start = 0
         for index in range(count):

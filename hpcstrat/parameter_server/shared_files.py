@@ -69,7 +69,7 @@ class SharedFiles:
         return array, version, FilePlace(os.getpid(), number, descriptor, size, offset)
 
     def close(self) -> None:
-        """Release the file for small arrays; it is closed with its last array."""
+        """Release the file for small arrays, which is closed with its last array."""
         self._pool = None
 
     def _file(self, nbytes: int) -> tuple[mmap.mmap, int, int]:

@@ -1,12 +1,12 @@
 """Wakeup pipes: an idle rank sleeps until another rank of its node wakes it.
 
 A waiting rank first spins for a moment, and then sleeps in ``poll`` on its own pipe. A
-rank that sends a message to it writes a byte into the pipe, if a flag in shared memory
-says that the receiver sleeps. Other ranks open the pipe by ``/proc``, so that the pipe
-needs no name and ends with its process. If there are several nodes, or if a pipe is
-missing, sleeps are short, because some ranks cannot be woken. Sleeps are also short
-while messages are being sent or received, because MPI makes progress only during its
-calls.
+rank that sends a message to the waiting rank writes a byte into this pipe, if a flag in
+shared memory shows that the receiver sleeps. Other ranks open the pipe by ``/proc``, so
+that the pipe needs no name and ends with its process. If there are several nodes, or if
+a pipe is missing, sleeps are short, because senders on other nodes or without the pipe
+cannot wake a rank. Sleeps are also short while messages are being sent or received,
+because MPI makes progress only during its calls.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ class WakeupPipes:
             _opened(pid, number)
             for pid, number in comm.allgather((os.getpid(), self._write))
         ]
-        # Wait until all ranks have opened all pipes, because the pipe of an ended
-        # process cannot be opened.
+        # Wait, because the pipe of a process that has ended cannot be opened.
         comm.Barrier()
         self._shares_cores = comm.size > topology.num_cores
         self._alone = topology.num_workers == 1 and -1 not in self._pipes
@@ -76,8 +75,7 @@ class WakeupPipes:
         """Wake a rank if it is on this node and sleeps."""
         place = self._places.get(rank)
         if place is not None and self._asleep[place * _LINE_BYTES]:
-            # Ignore errors: a full pipe wakes the rank, too, and an ended rank needs no
-            # wakeup.
+            # Ignore errors: the pipe is full, or the rank needs no wakeup any more.
             with contextlib.suppress(OSError):
                 os.write(self._pipes[place], b"!")
 
@@ -161,7 +159,7 @@ def _pipe() -> tuple[int, int]:
 
 
 def _opened(pid: int, number: int) -> int:
-    """Open the pipe of another process and return its descriptor, or -1 if it fails."""
+    """Open another process's pipe, and return its file descriptor, or -1 on failure."""
     try:
         return os.open(f"/proc/{pid}/fd/{number}", os.O_WRONLY | os.O_NONBLOCK)
     except OSError:

@@ -15,7 +15,7 @@ from hpcstrat.tools.terminal import add_row, new_console, new_table
 
 __all__ = ["explain", "hang"]
 
-# Pairs of a phrase in the description of a late rank, and advice for this case.
+# Pairs: a phrase in the description of a late rank, and advice if it occurs.
 _ADVICE = (
     (
         "whose process has ended",
@@ -101,8 +101,7 @@ def _read(path: str) -> list[dict[str, Any]]:
                 event = json.loads(line)
                 found.append((event["time"], event["event"], event["place"], event))
             except (ValueError, KeyError, TypeError):
-                # Skip damaged lines: some file systems mix up lines that several hosts
-                # write.
+                # Skip a damaged line: file systems may mix up lines of several hosts.
                 continue
     if not found:
         raise click.ClickException(

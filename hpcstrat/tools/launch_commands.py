@@ -14,7 +14,7 @@ __all__ = ["jax", "torch"]
 
 
 @click.command(
-    # Options after PROGRAM belong to the program, even if they have the names of ours.
+    # Options after PROGRAM belong to the program, even if this command has them, too.
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
 )
 @click.option(
@@ -73,7 +73,7 @@ def _become(
     module: bool,
 ) -> NoReturn:
     """Replace this process by one that sets up the framework and runs the program."""
-    # Do not import the framework, because another program will replace this one.
+    # Only look for the framework: the program that replaces this one imports it.
     if find_spec(framework) is None:
         raise click.ClickException(
             f"expected {framework}, found none; install it: pip install {framework}"
@@ -83,7 +83,8 @@ def _become(
             f"expected a program, found no file {program!r}; give its path, or a "
             "module's name with -m"
         )
-    # Replace the process, so that signals and the exit status are those of the program.
+    # Replace the process, so that the launcher's signals reach the program, and the
+    # launcher gets the program's exit status.
     kind = "module" if module else "script"
     launcher = f"hpcstrat.integrations.{framework}.{framework}_launcher"
     words = [*options, kind, program, *arguments]

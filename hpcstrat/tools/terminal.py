@@ -14,12 +14,12 @@ from rich.text import Text
 
 __all__ = ["UncutGroup", "add_row", "new_console", "new_table", "progress"]
 
-# A width for pipes: rich would fold lines to 80 columns, which scripts could not read.
+# The width in a pipe. By default rich folds lines at 80 columns, which breaks scripts.
 _WIDE = 1 << 16
 
 
 class UncutGroup(click.Group):
-    """A group of commands; its help has the whole first sentence of each command."""
+    """A group of commands, whose help has the whole first sentence of each command."""
 
     def format_commands(
         self, ctx: click.Context, formatter: click.HelpFormatter
@@ -38,11 +38,10 @@ class UncutGroup(click.Group):
 def new_console(*, of_job: bool = False) -> Console:
     """Return a console for standard output; in a pipe it does not fold lines.
 
-    Pass ``of_job`` on a rank: mpirun gives ranks a terminal, but may write their output
-    to a file.
+    Pass ``of_job`` on a rank: a rank of mpirun has a terminal, even if mpirun writes
+    the rank's output to a file, in which color codes would be wrong.
     """
     if of_job:
-        # Use no colors, because mpirun would write their codes to the file.
         return Console(markup=False, color_system=None, width=_WIDE)
     # Turn markup off, because rich would interpret brackets in names of variables.
     console = Console(markup=False)
@@ -63,7 +62,7 @@ def add_row(table: Table, *words: Any) -> None:
 def progress(nbytes: int, title: str) -> Iterator[Callable[[int], None]]:
     """Show a progress bar on standard error, if that is a terminal.
 
-    Yields a function that must be called with the number of bytes since its last call.
+    Yields a function; call it with the number of bytes processed since its last call.
     """
     if not nbytes or not sys.stderr.isatty():
         yield lambda _: None

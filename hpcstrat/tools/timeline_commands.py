@@ -23,7 +23,7 @@ def _opened(directory: str, run: str | None) -> Timeline:
         found = open_timeline(directory, run)
     except ValueError as error:
         raise click.ClickException(str(error)) from error
-    # Print to standard error, because a program may read the standard output.
+    # Print notes to standard error, because scripts may read the standard output.
     cut = [file.thread for file in found.files if not file.whole]
     if cut:
         click.echo(
@@ -80,8 +80,8 @@ def summary(directory: str, run: str | None) -> None:
         raise click.ClickException(str(error)) from error
     headings = ("replica", "worker", "calls", "waited s", "came last", "cost s")
     table = Table(*headings)
-    # Sort by the time that others lost, because a replica that is often last may have
-    # cost no time.
+    # Sort by the time that other replicas lost: a replica that is often last, but only
+    # by microseconds, is no problem.
     ordered = sorted(rows.values(), key=lambda row: -row.cost_seconds)
     for row in ordered:
         share = f"{row.last} ({row.last / row.calls:.0%})" if row.calls else "0"

@@ -27,13 +27,13 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
     """Parameter servers hold variables; each of the other ranks runs the program.
 
     Collective over ``comm``. Making a variable in the strategy's scope is collective
-    over the workers, which must all make the same variables in the same order. A worker
-    that has made fewer variables than the first worker gets an error when it closes the
-    strategy, or logs that error if its program ends without a close. On parameter
-    servers the constructor serves until all workers have ended or closed the strategy,
-    and then ends the program by SystemExit. A worker that ends or closes the strategy
-    waits for the other workers; at all other times workers do not wait for each other.
-    There is one replica in sync. The class has the same interface as
+    over the workers, which must all make the same variables in the same order. If a
+    worker has made fewer variables than the first worker, its `close` raises an error;
+    if its program ends without a close, this error is logged. On parameter servers the
+    constructor serves until all workers have ended or closed the strategy, and then
+    ends the program by SystemExit. A worker that ends or closes the strategy waits for
+    the other workers; at all other times workers do not wait for each other. There is
+    one replica in sync. The class has the same interface as
     ``tf.compat.v1.distribute.experimental.ParameterServerStrategy``.
 
     Parameters
@@ -142,8 +142,7 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
     def close(self) -> None:
         """Wait until all workers have closed the strategy or ended, and free it.
 
-        Collective over the workers: each worker waits here for the last worker. A
-        second call does nothing.
+        Collective over the workers. A second call does nothing.
 
         Raises
         ------
@@ -162,12 +161,11 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
         """
         problem = self._not_made_here(self._end(closes=False))
         if problem:
-            # This runs at the end of the program, where an exception would have no
-            # effect.
+            # Log the error, because an exception of an exit function has no effect.
             get_logger().error(problem)
 
     def _not_made_here(self, left: list[Any]) -> str:
-        """Return a message that names the variables not made here, or ""."""
+        """Return an error text that names variables this worker has not made, or ""."""
         names = [message[0][0] for message in left if isinstance(message[0], tuple)]
         if not names:
             return ""

@@ -26,7 +26,7 @@ _COORDINATORS = ("chief", "coordinator", "master")
 
 @dataclass(frozen=True)
 class Roles:
-    """The role of each rank; ``workers`` is in the order of the workers' indices.
+    """The role of each rank; the rank of worker i is ``workers[i]``.
 
     If each worker runs the program, the first worker is also the coordinator. Spare
     ranks wait until they replace a lost rank.
@@ -56,9 +56,8 @@ class Roles:
 class Cluster:
     """The connection between all ranks of a strategy, and this rank's role in it.
 
-    Collective over ``request.comm``. An error is raised on every rank. If a rank is
-    lost during the call, and the strategy survives losses, the remaining ranks are
-    connected.
+    Collective over ``request.comm``. An error is raised on every rank. If the strategy
+    survives losses, and a rank is lost during the call, the remaining ranks connect.
     """
 
     def __init__(
@@ -105,8 +104,7 @@ class Cluster:
             lost = comm.size - left.size
             request = replace(request, comm=left)
             spare_ranks = max(spare_ranks - lost, 0)
-            # Skip MPI_Finalize: it may wait forever for ranks that exit early after a
-            # loss.
+            # Skip MPI_Finalize, which may wait forever for ranks that exit early.
             abandon_mpi()
             if left.rank == 0:
                 get_logger().warning(
@@ -157,9 +155,7 @@ class Cluster:
         return self.rank == self.roles.coordinator
 
     def serve(self, strategy: Any) -> None:
-        """Do the work of this rank's role.
-
-        The call returns when the coordinator has closed its strategy or has ended."""
+        """Serve in this role until the coordinator closes its strategy or ends."""
         self.mailbox.on_loss = self._require_coordinator
         ended = self._await_place() if self.rank in self.roles.spares else None
         roles = self.roles
@@ -176,9 +172,8 @@ class Cluster:
     def _await_place(self) -> bool | None:
         """Wait, as a spare rank, until this rank gets a role, and return None.
 
-        If the coordinator ends before that, return whether it closed its strategy.
-
-        The rank sleeps while it waits, because other ranks may need its core.
+        If the coordinator ends before that, return whether it closed its strategy. The
+        rank sleeps while it waits, because other ranks may need its core.
         """
         while self.rank in self.roles.spares:
             _, (kind, *rest) = self.mailbox.wait(self.mailbox.poll, lambda: "a place")
@@ -188,8 +183,8 @@ class Cluster:
             if kind == "roles":
                 self.take(rest[0])
         if self.rank in self.roles.servers:
-            # Servers run until their users end, so tell them that this rank is not a
-            # user any more.
+            # Other servers run until their users end. Notify them that this rank is not
+            # a user any more; otherwise they would wait for its end forever.
             for server in self.roles.servers:
                 if server != self.rank:
                     self.mailbox.send(server, ("serves",))
@@ -226,11 +221,11 @@ class Cluster:
             )
 
     def end(self, *, closes: bool) -> list[Any]:
-        """Wait until all ranks have ended; free everything if all close the strategy.
+        """Wait until all ranks have ended; free MPI's objects if all have closed.
 
         All ranks that use servers call this method; the servers run until the last of
-        these ranks has ended. A worker calls it after its present function. Returns the
-        messages that this rank has not processed.
+        these ranks has called it. A worker calls it after its current function. Returns
+        the messages that this rank has not processed.
         """
         mailbox, roles = self.mailbox, self.roles
         mailbox.on_loss = lambda lost: None
@@ -239,7 +234,7 @@ class Cluster:
         others = (*roles.workers, *roles.spares) if self.coordinates else ()
         for rank in (*others, *roles.servers):
             if rank != self.rank:
-                # The message names lost ranks, which the receiver may not know yet.
+                # Include lost ranks, because the receiver may not have noticed a loss.
                 mailbox.send(rank, ("end", closes, tuple(mailbox.lost)))
         told: dict[int, bool] = {}
         left: list[Any] = []
@@ -254,7 +249,7 @@ class Cluster:
             mailbox.leave_answers()
             return mailbox.lost.union(told) >= set(roles.servers)
 
-        # Do not warn of late workers that run the program: a program may take any time.
+        # If workers run the program, do not warn: a program may take any time.
         warns = self.coordinates and not roles.between_graph
         mailbox.wait(all_told, lambda: "the other ranks to end", warns=warns)
         if all(told.values()):
@@ -262,11 +257,10 @@ class Cluster:
         return left
 
     def _close(self) -> None:
-        """Free everything; a collective call, unless the strategy survives losses."""
+        """Free communicators and memory; collective, unless losses are survived."""
         if self.topology.survives:
             if self.mailbox.lost:
-                # Skip MPI_Finalize: it may wait forever for ranks that exit early after
-                # a loss.
+                # Skip MPI_Finalize, which may wait forever for ranks that exit early.
                 abandon_mpi()
             self._connection.abandon(self._key)
             return
@@ -310,8 +304,7 @@ def _resolved(tasks: Sequence[tuple[str, int]], between_graph: bool) -> Roles:
         return tuple(rank for _, rank in sorted(chosen))
 
     first, servers, workers = ranks(*_COORDINATORS), ranks("ps"), ranks("worker")
-    # If each worker runs the program, there are no spare ranks, because a loss ends the
-    # job.
+    # If each worker runs the program, a loss ends the job, so use no spare ranks.
     spares = () if between_graph else ranks("spare")
     if between_graph and len(first) < 2:
         # The chief is also a worker.

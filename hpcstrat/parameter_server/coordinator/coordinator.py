@@ -39,8 +39,8 @@ from hpcstrat.parameter_server.mailbox import one_thread_at_a_time
 
 # `schedule` waits while this number of calls is queued.
 _MOST_QUEUED = 256 << 10
-# A worker's queue has calls for about this time. A longer time would queue slow
-# functions on one worker; with a shorter time, workers would wait for the coordinator.
+# A worker's queue has calls for about this time. With a longer time, calls could wait
+# for a slow worker while others are idle; with a shorter time, workers often idle.
 _AHEAD_SECONDS = 0.002
 _MOST_AHEAD = 64
 _NOTHING = b""
@@ -128,8 +128,8 @@ class ClusterCoordinator:
             Pickled once, with the values that it captures at that time. Variables,
             optimizers and the strategy are sent as handles.
         args : sequence, optional
-            Positional arguments. In place of a PerWorkerValues each worker gets its own
-            value.
+            Positional arguments. A PerWorkerValues is replaced by the value of the
+            worker that runs the function.
         kwargs : mapping, optional
             Keyword arguments.
 
@@ -204,8 +204,8 @@ class ClusterCoordinator:
         Raises
         ------
         UnavailableError
-            If no server or no worker is left. Also if another server is lost during the
-            call; then call `recover` again.
+            If no server or no worker is left, or if another server is lost during the
+            call. In the second case, call `recover` again.
         """
         self._require_open()
         with self.lock:
@@ -215,8 +215,7 @@ class ClusterCoordinator:
             self._unavailable = self._error = None
             self._require_worker()
             self._strategy.move_from_lost()
-            # Forget pickled functions, because they refer to the old servers of
-            # variables.
+            # Forget pickled functions, which refer to the old servers of variables.
             self._functions.clear()
             for worker in self._workers:
                 worker.functions.clear()
@@ -256,8 +255,8 @@ class ClusterCoordinator:
         For the library's own modules.
         """
         self._pump()
-        # Calls whose result stays on a worker, such as making an iterator of a data
-        # set, write no variable, so they are not counted.
+        # Do not count calls that make a value which the worker keeps, such as an
+        # iterator, because they write no variable.
         count = len(self._queue) + sum(
             not call.keep
             for worker in self._workers
@@ -299,14 +298,12 @@ class ClusterCoordinator:
         """Make a data set on each worker.
 
         Not collective; call it on the coordinator. Waits until each worker has made its
-        data set. Data sets are not divided among workers: the input context names one
-        pipeline.
+        data set. Each worker reads all data: its input context has one pipeline.
 
         Parameters
         ----------
         dataset_fn : callable or Dataset
-            A function that returns an iterable, and that each worker calls; or a
-            Dataset.
+            A function that each worker calls to make an iterable, or a Dataset.
 
         Returns
         -------
@@ -347,7 +344,7 @@ class ClusterCoordinator:
         return values
 
     def _remote_value(self, recipe: Any = None) -> RemoteValue:
-        """Return a new RemoteValue; with a ``recipe`` its worker keeps the result."""
+        """Return a new RemoteValue; if it has a recipe, a worker keeps the result."""
         self._count += 1
         return RemoteValue(self, self._count, recipe)
 
@@ -369,7 +366,6 @@ class ClusterCoordinator:
 
     def _send(self, worker: WorkerRecord, calls: list[ScheduledCall]) -> None:
         if worker.rank in self._mailbox.lost:
-            # The worker was lost after it was chosen for these calls.
             self._run_again(worker, calls)
             return
         now = time.monotonic()
@@ -384,7 +380,7 @@ class ClusterCoordinator:
         self._mailbox.send(worker.rank, ("calls", told, functions))
 
     def _pump(self) -> None:
-        """Receive messages, and send functions to workers that have few queued."""
+        """Receive messages, and send functions to workers that have few left."""
         while (found := self._mailbox.poll()) is not None:
             rank, (_, mean, results, lost) = found
             self._mailbox.hear(lost)
@@ -456,8 +452,8 @@ class ClusterCoordinator:
     def _raise_error(self) -> None:
         """Raise the first error of the scheduled functions, after all have ended.
 
-        Waiting for the running functions ensures that none of them writes a variable or
-        fails while the program handles the error.
+        If functions still ran, they could write variables, or fail, while the program
+        handles the error.
         """
         if self._error is None:
             return
@@ -475,7 +471,7 @@ class ClusterCoordinator:
     def _wait(self, ready: Callable[[], bool]) -> None:
         """Wait until ``ready`` is true, or a server is lost; warn of late workers.
 
-        The lock is free between checks, because functions may wait for other threads.
+        The lock is free between checks, so that other threads can use the coordinator.
         """
         self._warned_at = time.monotonic()
 
@@ -508,8 +504,8 @@ class ClusterCoordinator:
     def _lose(self, lost: set[int]) -> None:
         """Queue the functions of lost workers again, and record the loss of a server.
 
-        This method may be called while a large message is being sent, so it sends only
-        small messages.
+        This method may run during the wait of a large message, so it sends only small
+        messages, which do not wait.
         """
         for rank in lost:
             worker = self._by_rank.pop(rank, None)
@@ -550,9 +546,10 @@ class ClusterCoordinator:
         return len(again)
 
     def _fail_kept(self, worker: WorkerRecord) -> None:
-        """Mark the values that a lost worker has not made yet as failed.
+        """Mark the values that a lost worker has not made as failed.
 
-        Without this mark, a program would wait for these values forever."""
+        Without this mark, a program would wait for these values forever.
+        """
         for value in list(worker.kept.values()):
             if value._state == WAITING:
                 value._settle(FAILED, _lost_error(worker))
@@ -610,8 +607,7 @@ class ClusterCoordinator:
 
         For the library's own modules.
         """
-        # The garbage collector may call this method at any time, so it sends no
-        # message.
+        # Send no message, because the garbage collector may call this at any time.
         self._dropped.append((worker, number))
 
     def _require_open(self) -> None:

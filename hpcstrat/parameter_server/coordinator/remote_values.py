@@ -9,10 +9,10 @@ WAITING, READY, KEPT, FAILED = range(4)
 
 
 class RemoteValue:
-    """The result of a scheduled function, kept on the worker if it is large.
+    """The result of a scheduled function, which its worker keeps if it is large.
 
-    ``ClusterCoordinator.schedule`` returns it. `fetch` gets a large result from the
-    worker; a result of up to 16 KiB is part of the message that the function has ended.
+    ``ClusterCoordinator.schedule`` returns it. The worker sends a result of up to
+    16 KiB when the function ends, and a larger result when the program calls `fetch`.
 
     Parameters
     ----------

@@ -24,16 +24,16 @@ class ScheduledCall:
         self.function = function
         self.remote = remote
         self.payload: bytes | None = None
-        # This reference keeps PerWorkerValues in the arguments alive: without it,
-        # workers would drop the values.
+        # The arguments. This reference keeps their PerWorkerValues alive; otherwise
+        # workers would drop the values before the call.
         self.args: Any = None
-        # True if the worker keeps the result, which a spare rank can make again.
+        # True if the worker keeps the result. A spare rank can make this result again.
         self.keep = remote._recipe is not None
         self.since = 0.0
 
 
 class WorkerRecord:
-    """A worker: its rank, the calls sent to it, and its functions and values."""
+    """A worker: its rank, its unfinished calls, and the functions and values it has."""
 
     __slots__ = ("depth", "functions", "index", "kept", "rank", "under_way")
 
@@ -69,7 +69,7 @@ class Functions:
         return self._known[key][0]
 
     def is_full_for(self, fn: Any) -> bool:
-        """Return whether adding ``fn`` requires forgetting the oldest function."""
+        """Return whether the oldest function must be forgotten to add ``fn``."""
         return len(self._known) >= _MOST_FUNCTIONS and _identity(fn) not in self._known
 
     def forget_oldest(self) -> int:
@@ -85,7 +85,7 @@ class Functions:
 
 
 def pickled_for_workers(value: Any, what: str, fn: Any) -> bytes:
-    """Pickle a function or its arguments; a note in an error names the function."""
+    """Pickle a function or its arguments; an error gets a note that names it."""
     try:
         return pickled(value)
     except Exception as error:

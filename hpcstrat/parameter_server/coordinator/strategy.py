@@ -82,7 +82,7 @@ class Server:
         If the cluster does not have the named task, or has several tasks and none is
         named.
     TypeError
-        If the tasks have another type.
+        If ``server_or_cluster_def`` has another type.
     """
 
     def __init__(  # noqa: PLR0917 - the order of tf.distribute
@@ -264,8 +264,8 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         if not cluster.coordinates:
             cluster.serve(self)
             sys.exit(0)
-        # Let the other ranks end when this process ends. (After an uncaught error, the
-        # whole job is ended.) Exit functions run in reverse order, so this function,
+        # Let the other ranks end when this process ends. (An uncaught error ends the
+        # whole job instead.) Exit functions run in reverse order, so this function,
         # registered after the exit function of MPI, runs before MPI is finalized.
         atexit.register(self.leave)
 
@@ -275,8 +275,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         self._settings = cluster.settings
         self.variable_partitioner = partitioner
         self.client = cluster.client
-        # A ClusterCoordinator or None. Its module imports this module, so the type
-        # cannot be named here.
+        # A ClusterCoordinator or None; importing this type would be circular.
         self.coordinator: Any = None
         self.closed = False
         self._num_placed = 0
@@ -314,7 +313,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     def told_of(self, variable: ServerVariable) -> Any:
         """Return the number and shards that another rank chose for a new variable.
 
-        None means that this rank makes the shards. For the library's own modules.
+        Return None if this rank makes the shards. For the library's own modules.
         """
         return None
 
@@ -466,8 +465,8 @@ class ParameterServerStrategy(SingleReplicaStrategy):
             made, *rest = parts
             last, optimizer = self._optimizers.get(number, (-1, None))
             if made > last:
-                # Only a newer handle changes the options: a function may still arrive
-                # with an older handle, which has older options.
+                # Ignore older handles: a function that was pickled earlier may arrive
+                # later, with older options of the optimizer.
                 newest = Optimizer.from_rule(*rest)
                 optimizer = optimizer or newest
                 vars(optimizer).update(vars(newest))
@@ -484,8 +483,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
 
         For the library's own modules.
         """
-        # The garbage collector may call this method at any time, so it sends no
-        # message.
+        # Send no message, because the garbage collector may call this at any time.
         self._forgotten.extend(numbers)
 
     def forget_now(self) -> None:

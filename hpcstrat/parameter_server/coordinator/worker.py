@@ -78,9 +78,9 @@ class Worker:
         self._functions: dict[int, Any] = {}
         self._kept: dict[int, Any] = {}
         self._results: list[tuple[int, int, Any]] = []
-        # Ended functions that are not reported yet: the number of updates that each
-        # server must make before the report, then the call's number, result, and
-        # ``keep``.
+        # Ended functions that are not reported yet. Each entry has: by server, the
+        # number of updates it must make before the report; the call's number; its
+        # result; and whether this worker keeps the result.
         self._unmade: deque[tuple[dict[int, int], int, Any, bool]] = deque()
         self._ran, self._seconds, self._reported_at = 0, 0.0, 0.0
         self._ended: bool | None = None
@@ -112,17 +112,16 @@ class Worker:
             self._take(found[1])
 
     def _look(self) -> Any:
-        """Return the next message, or True if the first pending updates are made."""
+        """Return the next message, or True if the oldest function can be reported."""
         found = self._mailbox.poll()
         if found is None and self._unmade:
             return self._client.is_made(self._unmade[0][0])
         return found
 
     def _end_made(self, most: int = _MOST_UNREPORTED) -> None:
-        """Queue the results of ended functions whose updates are made, in order.
+        """Queue the results of ended functions, up to one with pending updates.
 
-        If ``most`` or more functions have pending updates, wait for the updates of the
-        oldest function.
+        If ``most`` or more functions are left, wait for the updates of the oldest.
         """
         while self._unmade:
             wanted, number, value, keep = self._unmade[0]
@@ -185,7 +184,7 @@ class Worker:
             )
 
     def _cancel(self) -> None:
-        """Drop functions that have not begun, unless their result is to be kept."""
+        """Drop functions that have not begun, unless this worker keeps their result."""
         for call in list(self._queue):
             if not call[3]:
                 self._queue.remove(call)
@@ -213,8 +212,7 @@ class Worker:
                 self._client.flush()
             self._fail(number, error, keep)
         else:
-            # The result is reported after the updates are made; the next function runs
-            # now.
+            # Report the result after the updates; meanwhile run the next function.
             self._unmade.append((wanted, number, value, keep))
         finally:
             _Current.index = None
@@ -247,8 +245,7 @@ class Worker:
         try:
             data = pickled(value)
         except Exception:
-            # A result that cannot be pickled is an error only if the program fetches
-            # it.
+            # If the result cannot be pickled, raise an error only when it is fetched.
             data = b""
         if data and len(data) <= _INLINE_BYTES:
             return INLINE, data

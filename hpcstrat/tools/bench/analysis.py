@@ -47,7 +47,7 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 class Point:
     """The figures of one part in one run.
 
-    ``low`` and ``high`` are the ends of the efficiency's interval. ``late``,
+    ``low`` and ``high`` are the ends of the efficiency's 95% interval. ``late``,
     ``communication`` and ``input`` are fractions of the replicas' time.
     ``slowest_host`` is empty if all replicas waited equally long for each other, and
     None if waiting was not measured.
@@ -107,7 +107,7 @@ def read_runs(paths: Sequence[str]) -> list[MeasuredRun]:
 
     Raises BenchError if two runs have the same size, or measured different problems.
     """
-    # Read each file once, even if a shell pattern and a name both select it.
+    # Read each file once, even if the user names it twice, such as by *.json.
     runs = [read_run(path) for path in dict.fromkeys(paths)]
     runs.sort(key=lambda run: (run.num_replicas, run.num_workers))
     seen: dict[tuple[int, ...], MeasuredRun] = {}
@@ -132,8 +132,7 @@ def _require_same_problem(runs: Sequence[MeasuredRun]) -> None:
     for one, other in itertools.combinations(runs, 2):
         ours, theirs = _keys(one), _keys(other)
         for kind in ours:
-            # One common set of parameters is enough: a later run may have measured more
-            # sizes.
+            # One common set is enough: one run may have measured more sizes.
             if kind in theirs and not ours[kind] & theirs[kind]:
                 name, scaling = kind
                 difference = _difference(min(ours[kind]), min(theirs[kind]))
@@ -153,7 +152,7 @@ def _keys(run: MeasuredRun) -> dict[tuple[str, str], set[str]]:
 
 
 def _difference(one: str, other: str) -> tuple[str, str]:
-    """Return the names and values of the parameters that differ."""
+    """Return the differing parameters of two parts, with the values of each part."""
     ours, theirs = json.loads(one), json.loads(other)
     names = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
     first, second = (
@@ -193,7 +192,7 @@ def _series(
 ) -> Series:
     pairs = [(run, part) for run in runs if (part := run.part(key)) is not None]
     name, scaling, words = key
-    # Compare with the smallest run that has this part: a run may lack the part.
+    # Compare with the smallest run that has this part, because runs may lack parts.
     base = pairs[0]
     points = [_point(run, part, base, expectation) for run, part in pairs]
     return Series(name, scaling, json.loads(words), tuple(points))
@@ -281,9 +280,9 @@ def _shares(run: MeasuredRun, part: Part) -> dict[str, Any]:
 
 
 def _slowest_host(run: MeasuredRun, part: Part) -> str:
-    """Return the host of the replica that others wait for, from `ArrivalReport`.
+    """Return the host and number of the replica for which the others wait.
 
-    It is empty if no replica is clearly later than the others.
+    The text is empty if no replica is clearly later than the others.
     """
     if run.num_replicas == 1:
         return ""
@@ -374,8 +373,7 @@ def _differences(runs: Sequence[MeasuredRun]) -> Iterator[str]:
     """Yield notes on software versions or hosts that differ between measurements."""
     kinds: dict[str, dict[str, str]] = {}
     for run in runs:
-        # Look at all sessions of a run: a run that continued after a kill may use newer
-        # packages.
+        # A killed run may have continued with newer packages.
         for session in run.sessions:
             for name, version in session.get("versions", {}).items():
                 kinds.setdefault(name, {}).setdefault(str(version), run.layout)

@@ -51,10 +51,10 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Parts of a benchmark that are measured together; their times are still empty.
+    """Parts of a benchmark that are measured together.
 
-    ``measure`` measures the times and adds them; it is collective over the strategy's
-    replicas.
+    The times in ``parts`` are empty until ``measure`` adds them. ``measure`` is
+    collective over the strategy's replicas.
     """
 
     parts: tuple[Part, ...]
@@ -115,15 +115,14 @@ def _measure_sums(
     repeats: Repeats,
     strategy: Strategy,
 ) -> None:
-    # Sum zeros: their values do not grow when sums are repeated in place.
+    # Sum zeros, which do not grow when sums are repeated in place.
     arrays = [np.zeros(shape, np.float32) for shape in shapes]
     part.reduced_bytes = 4 * sum(map(math.prod, shapes))
     part.num_calls = 1
 
     def call() -> None:
         context: Any = get_replica_context()
-        # Sum in place, because the page faults of a fresh result would cost more than
-        # the sum.
+        # Sum in place: page faults of a new result would take longer than the sum.
         context.all_reduce("sum", arrays, out=arrays)
 
     fill_calls(part, strategy, call, repeats)
@@ -138,7 +137,7 @@ def _weak_and_strong(
 
 
 def _set_batch(part: Part, batch_size: int, strategy: Strategy) -> None:
-    """Set the global batch size; BenchError on every rank if it is too small."""
+    """Set the global batch size; raise BenchError on all ranks if it is too small."""
     count = strategy.num_replicas_in_sync
     part.batch_size = batch_size * (count if part.scaling == "weak" else 1)
     # Each replica needs an example: a replica without examples would only wait.
@@ -150,8 +149,8 @@ def _set_batch(part: Part, batch_size: int, strategy: Strategy) -> None:
 
 
 def _steps(options: Options) -> Iterator[Planned]:
-    # These parameters must not depend on the number of replicas, because they decide
-    # which parts of different runs are compared.
+    # These parameters must not depend on the number of replicas, because parts of
+    # different runs are compared only if they have equal parameters.
     parameters: dict[str, Any] = {"batch_size": options.batch_size}
     if options.step:
         parameters["step"] = options.step
@@ -187,8 +186,7 @@ def _inputs(options: Options) -> Iterator[Planned]:
 
     def measure(part: Part, strategy: Strategy) -> None:
         _set_batch(part, options.batch_size, strategy)
-        # Make as many rows as all steps read, because the end of an epoch would end the
-        # measurement.
+        # Make rows for all steps: the end of an epoch would end the measurement.
         rows = TiledRows(options.folder, part.batch_size * options.repeats.in_all)
         dataset = Dataset(rows, part.batch_size)
         batches = iter(strategy.experimental_distribute_dataset(dataset))
@@ -199,8 +197,7 @@ def _inputs(options: Options) -> Iterator[Planned]:
 
 def _checkpoints(options: Options) -> Iterator[Planned]:
     about = {"model": options.model, "nbytes": gradient_bytes(options.model)}
-    # Strong scaling: for any number of replicas, all of them together write and read
-    # the same data.
+    # Strong scaling: any number of replicas together write and read the same data.
     save, restore = (
         Part(name, "strong", dict(about), []) for name in ("save", "restore")
     )

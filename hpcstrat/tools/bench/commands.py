@@ -176,8 +176,8 @@ def scaling(output: str, folder: str | None, **words: Any) -> None:
         guard: Any = contextlib.nullcontext("")
         if launch.rank == 0:
             _make(place)
-            # Make the scratch folder before MPI starts, because making it starts a
-            # process.
+            # Call `scratch` before MPI starts, because it starts a process, which is
+            # unsafe after that.
             guard = scratch(place)
         with guard as scratch_folder:
             _measure(output, scratch_folder, words)
@@ -193,15 +193,15 @@ def scaling(output: str, folder: str | None, **words: Any) -> None:
 def _measure(output: str, folder: str, words: dict[str, Any]) -> None:
     repeats = Repeats(words.pop("repeats"), words.pop("warm_up"))
     compute_seconds = words.pop("compute_ms") / 1e3
-    # Turn other recordings off, because the benchmark itself records waiting for late
-    # replicas, and a process can have only one recorder.
+    # Turn other recorders off: a process can have only one recorder, and the benchmark
+    # records the waiting for late replicas.
     settings = Settings(summary="off", timeline="", nvtx=False)
     with MultiWorkerMirroredStrategy(settings=settings) as strategy:
         options = Options(
             **words,
             repeats=repeats,
             compute_seconds=compute_seconds,
-            # Broadcast the folder, because only rank 0 knows the name that it chose.
+            # Broadcast the folder, because only rank 0 has made it and has its name.
             folder=strategy.broadcast_object(folder),
         )
         launcher = launch_from_environment().launcher or "no launcher"

@@ -18,9 +18,9 @@ the smallest run with such a measurement provides. With ``G`` bytes, ``W`` worke
 - between workers: ``2 log2(W) a + 2 (W - 1) / W G / b``, the minimum that an all-reduce
   must send (Thakur, Rabenseifner and Gropp 2005, doi:10.1177/1094342005051521).
 
-The fixed cost of a call is the time by which the smallest ``all_reduce``, in the
-smallest run with several replicas, takes longer than this formula says. The fixed cost
-is added to every sum.
+Every sum also has the fixed cost of a call. This cost is the measured time minus the
+time of the formula, for the smallest ``all_reduce`` in the smallest run with several
+replicas.
 
 If ``k`` replicas share a core, computation takes ``k`` times as long.
 """
@@ -44,7 +44,7 @@ _MODEL = "the model of this page"
 
 
 def read_expected(path: str) -> dict[str, Any]:
-    """Read a file of expected times; BenchError if it has another form."""
+    """Read a file of expected times; raise BenchError if it has another form."""
     content = load_json(path, _FORMAT, _FORMAT_VERSION, "expectations")
     _check(content, path)
     return content
@@ -66,7 +66,7 @@ def _check(content: Any, path: str) -> None:
 
 
 class Expectation:
-    """The expected time of each part of some runs, which are sorted by size."""
+    """The expected times of the parts of ``runs``, which must be sorted by size."""
 
     def __init__(
         self, runs: Sequence[MeasuredRun], given: Sequence[dict[str, Any]] = ()
@@ -89,7 +89,7 @@ class Expectation:
         return None if modelled is None else (modelled, _MODEL)
 
     def unused(self) -> list[str]:
-        """Return the sources whose points fit no part of these runs."""
+        """Return the sources that have no expected time for any part of the runs."""
         pairs = [(part, run) for run in self._runs for part in run.parts]
         return [
             str(content["source"])
@@ -107,14 +107,13 @@ class Expectation:
             return None
         base = first.part(part.key)
         assert base is not None
-        # The model is based on the smallest run, so it cannot predict that run.
+        # The model uses the time of the smallest run, so it cannot predict that run.
         if run is first:
             return None
         if run.num_replicas == 1:
             moving: float | None = 0.0
         else:
-            # The number of bytes of a user's own step was counted during the
-            # measurement.
+            # For a user's own step, use the number of bytes counted in the measurement.
             nbytes = part.parameters.get("nbytes") or part.reduced_bytes
             moving = self._call(nbytes, run)
         if moving is None:
@@ -156,7 +155,7 @@ class Expectation:
             latency, bandwidth = link
             share = 2 * (run.num_workers - 1) / run.num_workers
             seconds += 2 * math.log2(run.num_workers) * latency
-            # Sending between workers does not take longer if replicas share cores.
+            # Omit `_turns`: sending between workers is not slower on shared cores.
             seconds += share * nbytes / bandwidth
         # A single replica has no sum, so the time is 0; return None then.
         return seconds or None
@@ -172,7 +171,7 @@ class Expectation:
 def _is_of(point: dict[str, Any], part: Part, run: MeasuredRun) -> bool:
     same = (point["part"], point["scaling"]) == (part.name, part.scaling)
     parameters = point.get("parameters")
-    # A part with other parameters is another problem, such as a sum for another model.
+    # A part with other parameters, such as another model, is another problem.
     if parameters and parameters != part.parameters:
         return False
     return same and point["num_replicas"] == run.num_replicas
@@ -184,7 +183,7 @@ def _turns(run: MeasuredRun) -> float:
 
 
 def _besides(base: Part, first: MeasuredRun, run: MeasuredRun) -> float:
-    """Return the time of a step outside of its calls, in the predicted run."""
+    """Return the time of a step outside of its calls, predicted for ``run``."""
     calls = np.add(base.late_seconds, base.communication_seconds)
     # Subtract the calls and the waiting in them, which the model adds separately.
     besides = float(np.median(np.subtract(base.own_seconds, calls)))

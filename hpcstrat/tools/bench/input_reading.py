@@ -26,9 +26,10 @@ _RAW_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Reading:
-    """The result of reading rows in one order: numbers of rows and bytes, and the time.
+    """The rows, bytes and times of one measurement, which read rows in one order.
 
-    ``processor_seconds`` is the processor time of all threads of this process.
+    ``ahead`` is the number of batches read ahead. ``processor_seconds`` is the
+    processor time of all threads of this process.
     """
 
     order: str
@@ -81,7 +82,7 @@ def measure_reading(
     seconds: float,
     is_cold: bool,
 ) -> tuple[FileRows, float, list[Reading]]:
-    """Measure reading files in each order, with and without reading ahead.
+    """Measure how fast batches are read in each of `ORDERS`, also with reading ahead.
 
     Each measurement takes about ``seconds``. Returns the rows, the bytes per second of
     plain reads of the same files, and the measurements. If ``is_cold``, the kernel
@@ -98,8 +99,8 @@ def measure_reading(
         for ahead in (0, _AHEAD):
             if is_cold:
                 _forget(rows.paths)
-            # Make a new data set for each measurement, so that it finds no chunks that
-            # an earlier measurement decompressed.
+            # Make a new data set for each measurement, because a used one may still
+            # have chunks that it decompressed.
             fresh = Dataset.from_files(paths, columns)
             batches = iter(_dataset(fresh, order, ahead, batch_size))
             found.append(_timed(batches, seconds, order, ahead))

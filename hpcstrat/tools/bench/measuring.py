@@ -1,4 +1,4 @@
-"""Timing of calls and steps: the time of a repeat is that of its slowest replica.
+"""Timing of calls and steps: a repeat takes as long as its slowest replica.
 
 Calls are measured as in the OSU micro-benchmarks
 (https://mvapich.cse.ohio-state.edu/benchmarks/): there is a barrier before each repeat,
@@ -26,12 +26,12 @@ from hpcstrat.tools.bench.run_file import BenchError, Part
 
 __all__ = ["Repeats", "compute", "fill_calls", "fill_steps"]
 
-# Short calls are made several times in one repeat, so that it takes this long.
+# A repeat makes several short calls, so that it takes at least about this time.
 _REPEAT_SECONDS = 2e-3
 _MOST_CALLS = 2000
 _TRIAL_CALLS = 3
 _OBSERVED = ("late", "communication", "input")
-# This array stays in the first or second level cache, so that only the core is used.
+# `compute` uses this array, which stays in a core's own cache.
 _WORK = np.ones(8192, np.float32)
 
 
@@ -50,8 +50,7 @@ class Repeats:
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    # Disable garbage collection: if one replica collects, all others wait for it, which
-    # distorts the figures.
+    # If one replica collected garbage, all other replicas would wait for it.
     gc.collect()
     gc.disable()
     try:
@@ -78,12 +77,10 @@ def fill_calls(
         strategy.barrier()
         return int(strategy.local_value(strategy.run(timed, args=(count,))))
 
-    # Do not measure the first calls, which make plans and touch new memory.
+    # Discard the time of the first calls, which make plans and touch new memory.
     measured(_TRIAL_CALLS)
-    # All replicas must make the same number of calls, so the slowest replica's time
-    # decides how many.
+    # The slowest replica's time determines the number of calls of all replicas.
     trial = _gathered(strategy, np.array([measured(_TRIAL_CALLS)])).max()
-    # ``trial`` is the time of all trial calls together.
     wanted = math.ceil(_REPEAT_SECONDS * _TRIAL_CALLS / trial)
     count = part.calls_per_repeat = min(max(wanted, 1), _MOST_CALLS)
     with watched(part, strategy), _without_collector():
@@ -97,9 +94,9 @@ def fill_calls(
 def fill_steps(
     part: Part, strategy: Strategy, step: Callable[[], object], repeats: Repeats
 ) -> None:
-    """Measure steps in cross-replica context: their times, and shares of the time.
+    """Measure steps in cross-replica context, and their times in calls and in next().
 
-    Collective over the strategy's replicas. The first steps are not measured.
+    Collective over the strategy's replicas. The warm-up steps are not measured.
     """
     own = np.zeros((1 + len(_OBSERVED), repeats.num))
     with watched(part, strategy), totals() as found, _without_collector():
@@ -111,8 +108,7 @@ def fill_steps(
         last = time.perf_counter_ns()
         for index in range(repeats.num):
             _do(step, repeats.warm_up + index, repeats)
-            # One clock reading ends a step and begins the next step, so that no time is
-            # lost between steps.
+            # One reading of the clock ends this step and begins the next step.
             now = time.perf_counter_ns()
             own[:, index] = now - last, *_taken(found, part)
             last = now
@@ -121,8 +117,8 @@ def fill_steps(
     part.seconds = every[:, 0].max(axis=0).tolist()
     for row, name in enumerate(("own", *_OBSERVED)):
         setattr(part, f"{name}_seconds", every[:, row].mean(axis=0).tolist())
-        # Store only sums over the repeats: the repeats of thousands of replicas would
-        # need a large file.
+        # Of each replica, store only the sum over its repeats: the repeats of thousands
+        # of replicas would need a large file.
         part.replicas[f"{name}_seconds"] = every[:, row].sum(axis=1).tolist()
 
 
@@ -142,16 +138,16 @@ def _taken(found: Totals, part: Part) -> tuple[int, ...]:
 
 
 def _gathered(strategy: Strategy, own: Any) -> Any:
-    """Gather nanoseconds of all replicas as seconds, along a new first axis."""
+    """Gather all replicas' nanoseconds, as seconds; the first axis is the replica."""
     return np.asarray(strategy.gather(own[None], axis=0)) / 1e9
 
 
 def compute(seconds: float) -> None:
-    """Keep this thread's core busy for some seconds; other Python threads may run.
+    """Keep this thread's core busy for some seconds of processor time.
 
-    The seconds are processor time, so the call takes longer if replicas share a core.
+    The call takes longer if replicas share a core.
     """
-    # Do not sleep: helper threads and other replicas could then use the core.
+    # Do not sleep: otherwise helper threads and other replicas would use the core.
     end = time.thread_time() + seconds
     result = np.empty_like(_WORK)
     while time.thread_time() < end:

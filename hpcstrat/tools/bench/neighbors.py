@@ -20,18 +20,17 @@ Times = np.ndarray[Any, np.dtype[np.float64]]
 
 @contextlib.contextmanager
 def watched(part: Part, strategy: Strategy) -> Iterator[None]:
-    """Record in ``part`` how much of each worker's host others use during this block.
+    """Record in ``part`` how much of each host other programs use during the block.
 
     The end of the block is collective over the strategy's replicas, unless the block
     raises an exception.
     """
-    # Do not gather in a `finally`: if this rank's block raises, other ranks may not
-    # reach the gather, and this rank would wait forever.
+    # Do not gather in a `finally`: if only this rank's block raises, the other ranks
+    # may not gather, and this rank would wait forever.
     start = _times()
     yield
     spent = _times() - start
-    # Count all cores of the host, like /proc/stat, not only the cores that the job may
-    # use.
+    # Count all cores of the host, because /proc/stat does, and not only the job's.
     cores = float(os.cpu_count() or 1)
     own = np.array([[strategy.topology.worker_id, cores, *spent]])
     part.others_share = worker_shares(np.asarray(strategy.gather(own, axis=0)))
@@ -46,14 +45,13 @@ def _busy_seconds() -> float:
     """Return the busy seconds of all cores of the host together; NaN if unknown."""
     try:
         with open("/proc/stat", encoding="ascii") as file:
-            # Read the fields up to `steal` (see proc(5)); `user` already includes guest
-            # time.
+            # Read the fields up to `steal` (proc(5)); `user` includes guest time.
             ticks = [int(word) for word in file.readline().split()[1:9]]
     except (OSError, ValueError):
-        # Return a number, not None, because the gather needs the same number of values
-        # from all ranks.
+        # Return a number, because all ranks must gather equally many numbers.
         return float("nan")
-    # Subtract idle time and waiting for disks; time taken by a hypervisor is included.
+    # Subtract the times in which cores were idle or waited for disks. The remaining
+    # sum includes the time that a hypervisor used.
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
@@ -71,7 +69,6 @@ def worker_shares(rows: Times) -> list[float]:
         # The replicas of a worker read the same counter of the host, at slightly
         # different times, so take the largest.
         others = max(float(busy.max() - own.sum()), 0.0)
-        # Limit the share to 1: ticks are coarse, so the busy time of a short block may
-        # seem to exceed its duration.
+        # Ticks are coarse: in a short block the share may seem to exceed 1.
         found.append(min(others / float(cores.max() * wall.max()), 1.0))
     return found

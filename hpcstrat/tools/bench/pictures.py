@@ -74,7 +74,7 @@ def save(figure: Any, form: str) -> bytes:
     import matplotlib as mpl
 
     stream = io.BytesIO()
-    # Set the style here, too: writing a figure uses the salt and the fonts.
+    # Set the style here, too, because writing a figure uses the salt and the fonts.
     with mpl.rc_context(_STYLE):
         # Omit the date, which would change the bytes of an identical picture.
         more = {"metadata": {"Date": None}} if form == "svg" else {"dpi": 150}
@@ -154,7 +154,7 @@ def _draw_steps(steps: Sequence[Series]) -> Any:
     share.axhline(100, **ideal)
     order = ["ideal"]
     for number, series in enumerate(steps):
-        # Another line of the same scaling, with other parameters, has another color.
+        # Lines of the same scaling, but with other parameters, get other colors.
         color = _COLORS[series.scaling] if number < 2 else _LINES[number % len(_LINES)]
         label = _label(series, steps)
         order += [label, f"{label}, expected"]
@@ -170,8 +170,7 @@ def _draw_steps(steps: Sequence[Series]) -> Any:
     share.set_title("efficiency, with 95% intervals")
     share.set_ylabel("%")
     _, top = share.get_ylim()
-    # Begin at 0, so that heights can be compared. Efficiencies above 100% are possible,
-    # because of caches.
+    # Begin at 0, to compare heights. Caches allow efficiencies above 100%.
     share.set_ylim(0, max(top, 108))
     for axes in (speed, share):
         _replica_axis(axes, steps)
@@ -191,12 +190,11 @@ def _draw_line(axes: Any, series: Series, label: str, color: str, what: str) -> 
     places = [point.run.num_replicas for point in series.points]
     factor = 100 if what == "efficiency" else 1
     values = np.array([getattr(point, what) for point in series.points])
-    # Multiply the efficiency's interval by the ratio of speed-up and efficiency.
+    # ``low`` and ``high`` are efficiencies: scale them if a speed-up is drawn.
     scale = np.array([getattr(p, what) / p.efficiency for p in series.points])
     low = np.array([point.low for point in series.points]) * scale
     high = np.array([point.high for point in series.points]) * scale
-    # An end of the interval may be on the wrong side of the median; its length is then
-    # 0.
+    # A bar has no length if the end of the interval is on the wrong side of the median.
     spread = np.maximum([values - low, high - values], 0) * factor
     axes.errorbar(
         places,

@@ -89,8 +89,8 @@ def _counts(context: Any, option: Any, text: str) -> list[int]:
             context,
             option,
         )
-    # Predict small numbers of nodes first: each takes only seconds, so that their
-    # results exist if the user interrupts the command.
+    # Predict small numbers of nodes first, because they take only seconds: their
+    # results remain if the user interrupts the command.
     return sorted({int(word) for word in words})
 
 
@@ -173,8 +173,7 @@ def predict_command(
             curves[kind] = []
             for point in _points(given, kind, nodes):
                 curves[kind].append(point)
-                # Write the file after each point: the next point may take minutes, and
-                # the user may interrupt it.
+                # Write the file now: the user may interrupt the next point.
                 if output is not None:
                     _write(output, _report(curves))
             _show(kind, curves[kind])
@@ -198,8 +197,7 @@ def _given(files: Sequence[str], words: dict[str, Any]) -> KnownFigures:
         shapes=words["gradients"],
     )
     for path in files:
-        # A value that is known already is kept: options override files, and earlier
-        # files override later ones.
+        # Options override files, and earlier files override later files.
         given = given.over(read_given(path))
     return given
 
@@ -207,7 +205,7 @@ def _given(files: Sequence[str], words: dict[str, Any]) -> KnownFigures:
 def _points(
     given: KnownFigures, kind: str, nodes: Sequence[int]
 ) -> Iterator[ForecastPoint]:
-    """Predict the points, and print the time and memory of each prediction."""
+    """Predict the points, and print the time and memory that each prediction needs."""
     network = given.network(kind)
     for point in predict(given.step(), given.job(), given.machine(), network, nodes):
         click.echo(

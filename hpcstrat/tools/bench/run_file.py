@@ -133,7 +133,7 @@ class Part:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """A key that is equal for the same part in runs of other sizes."""
+        """A key by which the same part is found in runs of other sizes."""
         # Sort the names, because another program may write them in any order.
         words = json.dumps(self.parameters, sort_keys=True)
         return self.name, self.scaling, words
@@ -208,8 +208,8 @@ def write_run(run: MeasuredRun, path: str) -> None:
 def write_json(content: Any, path: str) -> None:
     """Write JSON to a file atomically; after an OSError the old file is unchanged.
 
-    Only one rank may call it. If the target exists and is not a regular file, such as
-    /dev/stdout, the text is written to it directly.
+    Only one rank may call this function. If ``path`` exists and is not a regular file,
+    such as /dev/stdout, the text is written to it directly.
     """
     text = json.dumps(content, indent=1)
     if os.path.exists(path) and not os.path.isfile(path):
@@ -222,8 +222,7 @@ def write_json(content: Any, path: str) -> None:
         with open(partial, "w", encoding="utf-8") as file:
             file.write(text + "\n")
             file.flush()
-            # Flush to disk before replacing the old file, because a full disk may cause
-            # an error only here.
+            # Flush before the rename: a full disk may be reported only by fsync.
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError:
@@ -233,7 +232,7 @@ def write_json(content: Any, path: str) -> None:
 
 
 def load_json(path: str, form: str, version: int, made_by: str) -> dict[str, Any]:
-    """Read a JSON file of a format of hpcstrat; BenchError if it has another format."""
+    """Read a JSON file of format ``form``; raise BenchError for another format."""
     what = f"a file of {made_by}"
     try:
         with open(path, encoding="utf-8") as file:
@@ -248,7 +247,7 @@ def load_json(path: str, form: str, version: int, made_by: str) -> dict[str, Any
             f"expected {what}, found that {path} is not JSON: {error}; omit it, or "
             "measure again"
         ) from error
-    # The user may pass any JSON file, and a list has no fields.
+    # Check the type, because the user may pass any JSON file, such as a list.
     found = content.get("format") if isinstance(content, dict) else None
     if found != form:
         raise BenchError(
@@ -265,7 +264,7 @@ def load_json(path: str, form: str, version: int, made_by: str) -> dict[str, Any
 
 
 def read_run(path: str) -> MeasuredRun:
-    """Read the file of a run; BenchError if it has another format, or is damaged."""
+    """Read a run's file; raise BenchError if it is damaged or has another format."""
     content = load_json(path, FORMAT, FORMAT_VERSION, "hpcstrat bench scaling")
     try:
         return _parsed(content, path)
@@ -305,7 +304,7 @@ def _parsed(content: dict[str, Any], path: str) -> MeasuredRun:
     )
     _check_topology(run)
     for session in run.sessions:
-        # Check the types now, and not while a page is being written.
+        # Check the types now, so that no error occurs while a page is being written.
         str(session["started"]), dict(session["versions"])
         if len(session["hosts"]) != run.num_workers:
             raise ValueError(f"{len(session['hosts'])} hosts of a session")

@@ -1,4 +1,4 @@
-"""The measurement of one run: measures the parts that its file lacks."""
+"""The measurement of one run, which measures the parts that the run's file lacks."""
 
 from __future__ import annotations
 
@@ -57,18 +57,17 @@ def run_scaling(strategy: Strategy, wish: ScalingRequest) -> str:
 
     Collective over the strategy's replicas. Raises BenchError on every rank if the file
     is from a different run, or cannot be written. If the user's step fails on a rank,
-    its error is raised there, and ReplicaError on the other ranks. Measurements that
-    are already in the file are kept.
+    this rank raises the error of the step, and the other ranks raise ReplicaError.
+    Measurements that are already in the file are kept.
     """
     # Do not use str.format, because a path may have other braces.
     path = wish.output.replace("{n}", str(strategy.num_replicas_in_sync))
     run = _on_first(strategy, functools.partial(_open, path, _topology(strategy)))
     plan = planned(wish.options)
-    # Measure a save again if its restore is missing, because they use the same
-    # checkpoint.
+    # Measure save and restore together, because they use one checkpoint.
     missing = [p for p in plan if any(run.part(part.key) is None for part in p.parts)]
     if wish.options.step:
-        # Check the function before measurements that take minutes.
+        # Load the function now, so that an error does not occur only after minutes.
         with strategy.collectives.section("--step"):
             load_function(wish.options.step)
     if strategy.replica_id == 0:
@@ -97,7 +96,7 @@ def run_scaling(strategy: Strategy, wish: ScalingRequest) -> str:
 
 def _prepare(strategy: Strategy, run: MeasuredRun, options: Options, path: str) -> None:
     """Measure the links, and write the file of rows that the parts read."""
-    # A file can be continued only by the same ranks, so its links are still valid.
+    # If a file is continued, its links are valid: `_open` requires the same ranks.
     if not run.links:
         with strategy.collectives.section("links"):
             run.links = _links(measure_links(strategy.topology))
@@ -112,7 +111,7 @@ def _prepare(strategy: Strategy, run: MeasuredRun, options: Options, path: str) 
 
 
 def _on_first(strategy: Strategy, action: Callable[[], Any]) -> Any:
-    """Call a function on replica 0; return its result, or raise BenchError, on all."""
+    """Call a function on replica 0; return its result, or raise, on all replicas."""
     outcome: Any = None
     if strategy.replica_id == 0:
         try:
@@ -121,7 +120,6 @@ def _on_first(strategy: Strategy, action: Callable[[], Any]) -> Any:
             outcome = str(error), None
         except OSError as error:
             outcome = _unwritten(error), None
-    # Broadcast an error of replica 0, so that all replicas raise it.
     text, result = strategy.collectives.broadcast_object(outcome, 0, "bench")
     if text:
         raise BenchError(text)
@@ -143,13 +141,11 @@ def _open(path: str, topology: dict[str, Any]) -> MeasuredRun:
     if not os.path.exists(path):
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         run = MeasuredRun(topology=topology)
-        # Write the file now, so that an error does not occur after minutes of
-        # measuring.
+        # Write the file now, so that an error does not occur only after minutes.
         write_run(run, path)
         return run
     run = read_run(path)
-    # Compare numbers of ranks and cores, but not names of hosts: if those differ, the
-    # report has a note.
+    # Do not compare names of hosts: the report has a note if they differ.
     for name, value in topology.items():
         if run.topology[name] != value:
             raise BenchError(
@@ -181,11 +177,10 @@ def _topology(strategy: Strategy) -> dict[str, Any]:
 
 
 def _of_workers(strategy: Strategy, value: Any) -> list[Any]:
-    """Return the value of each worker's first replica; collective over all replicas."""
+    """Return the ``value`` of each worker's first replica; collective over replicas."""
     topology = strategy.topology
     own = (topology.worker_id, value) if topology.worker_comm.rank == 0 else None
-    # One rank of each worker is enough, because all ranks of a worker have the same
-    # value.
+    # The ranks of a worker have the same value, so gather it from one rank of each.
     told = strategy.collectives.all_gather_object(own, "bench")
     return [pair[1] for pair in sorted(filter(None, told), key=lambda pair: pair[0])]
 
@@ -242,7 +237,7 @@ def _link(links: Sequence[Link]) -> dict[str, Any] | None:
         return None
     latencies = [link.latency_seconds for link in links]
     bandwidths = [link.bandwidth_bytes_per_second for link in links]
-    # With many thousand nodes, store only the slowest links.
+    # Store only the slowest links, because thousands of nodes have too many links.
     slowest = sorted(links, key=lambda link: link.bandwidth_bytes_per_second)
     return {
         "latency_seconds": float(np.median(latencies)),

@@ -1,7 +1,7 @@
 """The built-in training step, its input rows, and the loading of a user's own step.
 
 Every replica calls the user's function once, with the strategy and the number of
-examples in a global batch. It must return a function that does one step::
+examples in a global batch. This function must return another one, which does a step::
 
     def make_step(strategy, global_batch_size):
         ...
@@ -32,14 +32,13 @@ from hpcstrat.variables import Variable
 
 __all__ = ["StepSize", "TiledRows", "TrainingStep", "load_function", "write_rows"]
 
-# The file of rows is read several times, so it may be smaller than the data that a
-# benchmark reads.
+# Size of the file of rows, which is read several times.
 _FILE_BYTES = 64 << 20
 _FILE = "rows.npy"
 
 
 def write_rows(folder: str, row_bytes: int) -> None:
-    """Write the file that `TiledRows` reads; only one rank may call this."""
+    """Write the file that `TiledRows` reads. Only one rank may call this function."""
     width = row_bytes // 4
     count = max(1, _FILE_BYTES // row_bytes)
     # Write random data, because a file system cannot compress them.
@@ -61,7 +60,6 @@ class TiledRows:
         return int(self.shape[0])
 
     def __getitem__(self, rows: slice) -> Array:
-        # After the last row of the file, continue with its first row.
         places = np.arange(rows.start, rows.stop) % len(self._rows)
         taken: Array = np.take(self._rows, places, axis=0)
         return taken
@@ -81,7 +79,7 @@ class StepSize:
 
 
 class TrainingStep:
-    """A step: it reads a batch, computes, sums and applies gradients, and sums a loss.
+    """A step that reads a batch, computes, applies gradients, and sums a loss.
 
     Making the object and calling it are collective over the strategy's replicas. It can
     be called ``num_steps`` times.
@@ -91,7 +89,7 @@ class TrainingStep:
         self, strategy: Strategy, size: StepSize, folder: str, num_steps: int
     ) -> None:
         self.strategy = strategy
-        # Time per example, so that in strong scaling each replica computes less.
+        # Time per example: in strong scaling a replica has fewer examples.
         self.seconds_each = size.compute_seconds / size.batch_size
         shapes = MODELS[size.model]()
         with strategy.scope():
@@ -120,11 +118,11 @@ class TrainingStep:
 
 
 def load_function(name: str) -> Callable[[Strategy, int], Callable[[], Any]]:
-    """Import the user's function ``module:function``; BenchError if that fails."""
+    """Return the user's function ``module:function``; raise BenchError on failure."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise BenchError(f"expected --step module:function, found {name!r}; name both")
-    # Find modules in the current folder, like python -m.
+    # Also find modules in the current folder, like python -m.
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:

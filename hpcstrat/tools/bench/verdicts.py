@@ -1,6 +1,6 @@
 """Advice from a report: how many replicas to use, and which parts are too slow.
 
-Series and points are those of `hpcstrat.tools.bench.analysis`.
+Series and points are objects of the classes in `hpcstrat.tools.bench.analysis`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ __all__ = ["GOOD_EFFICIENCY", "slow_parts", "verdicts"]
 GOOD_EFFICIENCY = 0.8
 """Least efficiency at which most centers consider additional nodes worth their cost."""
 
-# A part is slow if it takes this many times the expected time. Variations of measured
-# links cause smaller factors.
+# A part that takes longer than this many times the expected time is slow.
 _TOO_SLOW = 2.0
 _SHARES = {
     "communication": "spent in sums",

@@ -151,8 +151,7 @@ def _notes(report: Report) -> Iterator[str]:
 
 def _picture(name: str, pictures: Mapping[str, bytes]) -> Iterator[str]:
     if name in pictures:
-        # Include the picture in the page, which may be sent by mail and opened without
-        # a network.
+        # Include the picture in the page, so that the user can send the page by mail.
         data = base64.b64encode(pictures[name]).decode("ascii")
         source = f"data:image/svg+xml;base64,{data}"
         yield f'<figure><img src="{source}" alt="{_ALT[name]}"></figure>'

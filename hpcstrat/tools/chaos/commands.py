@@ -50,15 +50,14 @@ def chaos_list() -> None:
     if console.is_terminal:
         table = Table()
         for title in _COLUMNS:
-            # Print the name in full, so that a user can copy it to the option --job.
+            # Print the job's name in full, so that a user can copy it to --job.
             table.add_column(title, no_wrap=title == "job", overflow="fold")
         for row in rows:
             table.add_row(*row)
         console.print(table)
     else:
         for row in rows:
-            # Write plain lines for cut and awk: rich would draw lines between the
-            # columns.
+            # Write plain lines, for cut and awk, without rich's frames.
             click.echo("\t".join(row))
     if not jobs:
         click.echo("no job of yours has ranks on this machine", err=True)
@@ -119,8 +118,7 @@ def chaos_run(
     console = Console(highlight=False, soft_wrap=True)
     # The seed is printed below, so that a user can draw the same acts again.
     seed = secrets.randbelow(1 << 32) if seed is None else seed
-    # Use a fixed order of kinds, so that the order of the options does not change the
-    # acts.
+    # The order of the options must not change the acts.
     kinds = [k for k in library.KINDS if options[k] not in (None, False)]
     if not kinds:
         raise click.UsageError(
@@ -174,7 +172,7 @@ def _disturb(console: Console, job: Any, acts: Any, strength: Any) -> int:
     def interrupt(*_: Any) -> NoReturn:
         raise KeyboardInterrupt
 
-    # Slurm ends a step by SIGTERM, and a terminal that is closed sends SIGHUP.
+    # Slurm sends SIGTERM to end a step, and a terminal that is closed sends SIGHUP.
     for number in (signal.SIGTERM, signal.SIGHUP):
         # Only the main thread may set signal handlers; tests may run in another thread.
         with contextlib.suppress(ValueError):

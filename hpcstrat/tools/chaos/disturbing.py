@@ -182,7 +182,6 @@ def draw(
         wait = generator.expovariate(1 / every)
         act = Act(wait, generator.choice(kinds), generator.choice(left))
         acts.append(act)
-        # A killed rank cannot be disturbed again.
         if act.kind == "kill":
             left.remove(act.rank)
     return acts
@@ -194,13 +193,12 @@ class _Guard:
     def __init__(self, held: Mapping[int, ProcessHandle]) -> None:
         self._held = held
         self._process = subprocess.Popen(
-            # Run isolated (-I), because the guard imports nothing of this package.
+            # Run isolated (-I): the guard needs no packages and no user settings.
             [sys.executable, "-I", str(Path(__file__).with_name("guard.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=[one.fd for one in held.values()],
-            # Start a new session, so that Ctrl-C and signals to the process group do
-            # not reach the guard.
+            # In a new session, Ctrl-C does not reach the guard.
             start_new_session=True,
         )
 
@@ -208,22 +206,21 @@ class _Guard:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Close the guard's input, which ends the guard, and wait for it.
+        # Close the guard's input, so that the guard ends, and wait for its end.
         self._process.communicate(timeout=_GUARD_SECONDS)
 
     def _tell(self, sign: str, rank: int) -> None:
         stream = self._process.stdin
         assert stream is not None
         stream.write(f"{sign}{self._held[rank].fd}\n".encode())
-        # Flush at once, because data in a buffer would be lost if this process is
-        # killed.
+        # Flush now: if this process is killed, data in its buffer are lost.
         stream.flush()
 
     @contextlib.contextmanager
     def watching(self, rank: int) -> Iterator[ProcessHandle]:
         """Let a rank continue at the end of the block, even if the block raises."""
-        # Register the rank before it is stopped, because this process may be killed
-        # between.
+        # Register the rank before it is stopped: if this process is killed right after
+        # the stop, the guard still continues the rank.
         self._tell("+", rank)
         try:
             yield self._held[rank]
@@ -292,8 +289,8 @@ def disturb(
             )
     with contextlib.ExitStack() as stack:
         held: dict[int, ProcessHandle] = {}
-        # Open pidfds before the first act, because the number of a process that has
-        # ended may be reused.
+        # Open all pidfds before the first act: later, another process may have the
+        # number of a rank that has ended.
         for rank in sorted({act.rank for act in acts}):
             # Ignore a rank that has ended already: each of its acts reports this.
             with contextlib.suppress(NoSuchRankError):

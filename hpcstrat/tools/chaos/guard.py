@@ -23,7 +23,7 @@ def main() -> None:
             stopped.add(number)
         else:
             stopped.discard(number)
-    # The input ends when the process that writes it ends, even if that was killed.
+    # The input ends when the process that writes it ends, even if it was killed.
     for number in stopped:
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(number, signal.SIGCONT)

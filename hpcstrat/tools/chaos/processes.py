@@ -27,9 +27,8 @@ __all__ = [
     "find_jobs",
 ]
 
-# Environment variables with the rank, that of the innermost launcher first. In a Slurm
-# job, the ranks of mpirun also inherit the variables that Slurm has set for mpirun's
-# daemon.
+# Environment variables that have the rank. The order matters: in a Slurm job, the ranks
+# of mpirun also inherit SLURM_PROCID, which is the rank of mpirun's daemon.
 _RANKS = (
     "OMPI_COMM_WORLD_RANK",
     "PMIX_RANK",
@@ -142,8 +141,7 @@ def _look(pid: int, uid: int, proc: Path) -> _LaunchedProcess | None:
 def _rank(environment: Mapping[str, str]) -> int | None:
     for variable in _RANKS:
         text = environment.get(variable, "")
-        # The script of a batch job also has SLURM_PROCID, but is not a rank of a job
-        # step.
+        # A batch script also has SLURM_PROCID, but is no rank of a job step.
         in_step = variable != "SLURM_PROCID" or environment.get("SLURM_STEP_ID")
         if text.isdecimal() and in_step:
             return int(text)
@@ -177,8 +175,7 @@ def _job_name(top: _LaunchedProcess, proc: Path) -> str:
 
 def _uses_mpi(pid: int, proc: Path) -> bool:
     try:
-        # A wrapper, such as a shell script, has the same environment, but does not load
-        # MPI.
+        # A wrapper, such as a shell script, does not load MPI.
         return "libmpi" in (proc / str(pid) / "maps").read_text(errors="replace")
     except OSError:
         return False
@@ -202,8 +199,7 @@ def find_jobs(*, uid: int | None = None, proc: Path = Path("/proc")) -> list[Job
         The jobs, sorted by name. This process and its ancestors are not included.
     """
     uid = os.geteuid() if uid is None else uid
-    # Exclude this process and its ancestors: a program that killed its own launcher
-    # would kill itself.
+    # Never disturb this process and its ancestors, even if this is a rank.
     own = {pid for pid, _ in _above(os.getpid(), Path("/proc"))}
     pids = [int(path.name) for path in proc.glob("[0-9]*")]
     looked = (_look(pid, uid, proc) for pid in pids if pid not in own)
@@ -212,8 +208,8 @@ def find_jobs(*, uid: int | None = None, proc: Path = Path("/proc")) -> list[Job
     slurm: dict[str, str] = {}
     for process in processes.values():
         top = process
-        # A rank's child processes have the same environment, so search for the topmost
-        # process.
+        # A rank's child processes inherit its environment: go up to the rank's process,
+        # whose parent is the launcher.
         while top.parent in processes:
             top = processes[top.parent]
         name = _job_name(top, proc)
@@ -234,7 +230,7 @@ def find_jobs(*, uid: int | None = None, proc: Path = Path("/proc")) -> list[Job
 def _chosen(
     rank: int, processes: Sequence[_LaunchedProcess], proc: Path
 ) -> RankProcess:
-    """Return the process of a rank: the first one with MPI, else the topmost one."""
+    """Return the process of a rank: one that has loaded MPI, or else the topmost."""
     pids = {process.pid for process in processes}
     order = sorted(processes, key=lambda p: (p.parent in pids, int(p.started), p.pid))
     users = [process for process in order if _uses_mpi(process.pid, proc)]
@@ -289,13 +285,13 @@ class ProcessHandle:
 
     def __init__(self, process: RankProcess) -> None:
         self.process = process
-        # Use a pidfd: a signal by number could reach another process with a reused
-        # number.
+        # Use a pidfd, because the number of an ended process may be reused.
         try:
             self.fd = os.pidfd_open(process.pid)
         except ProcessLookupError:
             raise self._gone() from None
-        # The pidfd is open, so check whether it belongs to the right process.
+        # The number may have been reused before the pidfd was opened: compare the start
+        # time and the user of its process.
         found = None
         with contextlib.suppress(OSError):
             found = _stat(process.pid, Path("/proc"))[1][START]

@@ -32,8 +32,7 @@ __all__ = ["advise", "bench", "parse_size"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i?)b?|b)", re.IGNORECASE)
 _LETTERS = "kmgt"
-# Ratios of two medians: a ratio below _SAME is noise, and a ratio above _MUCH is
-# reported.
+# A ratio of medians below _SAME is noise; a ratio above _MUCH is reported.
 _SAME = 1.1
 _MUCH = 1.5
 _MOST_THREADS = 4
@@ -76,7 +75,7 @@ def bench(directory: str, size: str, rounds: int, output: str | None) -> None:
     interrupt.
     """
     launch = launch_from_environment()
-    # Make the scratch folder before MPI starts, because making it starts a process.
+    # Call `scratch` before MPI starts, because it starts a process, unsafe after that.
     guard = scratch(directory) if launch.rank == 0 else contextlib.nullcontext("")
     try:
         with guard as folder:
@@ -95,8 +94,8 @@ def bench(directory: str, size: str, rounds: int, output: str | None) -> None:
 
 
 def _bench_ranks(wish: _BenchOptions, launcher: str) -> None:
-    # Let an interrupt end the rank, and so the job, at once, because other ranks wait
-    # for it.
+    # Let an interrupt kill the rank, so that the launcher ends the job: with a Python
+    # exception, the other ranks would wait for this rank.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     world = Topology.world()
     _bench(world, wish, f"{world.size} ranks ({launcher})")
@@ -114,7 +113,7 @@ def _bench(group: Writers, wish: _BenchOptions, writers: str) -> None:
 
     If there is an error, all ranks raise it.
     """
-    # Parse the size in this function, in which all ranks raise the same error.
+    # Parse the size here, where all ranks raise the same error.
     nbytes = parse_size(wish.size)
     problem = "" if group.rank or not wish.output else _unwritable(wish.output)
     # Check the output file now, and not after minutes of writing.
@@ -193,8 +192,8 @@ def advise(
     ``auto`` is true if the setting ``auto`` means direct writes in this folder.
     ``kind`` is the type of the file system, such as ``Lustre``.
     """
-    # Two part sizes were measured: a stripe, and the size that a real checkpoint would
-    # use. The latter is at least as large.
+    # Two part sizes were measured: a stripe, and the part size of real checkpoints,
+    # which is at least a stripe.
     usual = max(found.way.piece_bytes for found in results)
     lines = []
     shared, single = (
@@ -216,8 +215,7 @@ def advise(
 
 def _remedy(kind: str, directory: str) -> str:
     if kind == "Lustre":
-        # Stripes of 16 MiB, like the largest block, so that each block is one request
-        # to one server.
+        # With stripes of 16 MiB, the largest block is one request to one server.
         return f"; spread the folder: lfs setstripe -c -1 -S 16M {directory}"
     if kind == "NFS":
         return "; a parallel file system or a local disk writes one file faster"
@@ -271,7 +269,7 @@ def _report(
         }
         for found in results
     ]
-    # The names in the JSON file never change, because scripts rely on them.
+    # Never change the names in the JSON file, because scripts rely on them.
     return {
         "directory": os.path.abspath(wish.directory),
         "file_system": kind,

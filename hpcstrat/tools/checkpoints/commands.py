@@ -70,11 +70,11 @@ def ls(directory: str) -> None:
     for path in _listed(directory):
         name = os.path.basename(path)
         try:
-            # Use the size of a symbolic link itself, because its target may be missing.
+            # Use lstat, because the target of a symbolic link may be missing.
             size = f"{os.lstat(path).st_size:,}"
             header = read(path)
         except FileNotFoundError:
-            # A running job has removed the file since the folder was listed.
+            # Skip a file that a running job has removed since the folder was listed.
             continue
         except OSError as error:
             # For example, the user may list the folder, but may not read its files.
@@ -142,12 +142,11 @@ def verify(paths: tuple[str, ...]) -> None:
         for path in paths
         for file in (_listed(path) if os.path.isdir(path) else [path])
     ]
-    # No checkpoints at all is a failure, because the user may have mistyped the folder.
+    # Fail if there are no checkpoints, because the user may have mistyped the folder.
     wrong = not files
     for file in files:
         good, words = _verdict(file)
-        # Continue after a damaged file, because the user needs to know which files are
-        # good.
+        # Continue, because the user needs to know which files are good.
         wrong |= not good
         click.echo(f"{file}: {words}")
     if not files:
@@ -164,7 +163,7 @@ def _verdict(file: str) -> tuple[bool, str]:
     except CorruptCheckpointError as error:
         return False, f"DAMAGED: {one_line(error)}"
     except CheckpointError as error:
-        # The file may be intact, but have a newer version, or be unreadable at present.
+        # Do not report damage: the file may have a newer format, or be unreadable now.
         return False, f"not verified: {one_line(error)}"
     except OSError as error:
         return False, f"not verified: {unreadable(file, error)}"
@@ -196,18 +195,17 @@ def diff(first: str, second: str) -> None:
 def differences(
     first: str, second: str, describe: Callable[[Array, Array], str]
 ) -> tuple[tuple[int, int], list[tuple[str, str]]]:
-    """Return the steps of two checkpoints, and the names and differences of values.
+    """Return the steps of two checkpoints, and name and difference of unequal values.
 
     ``describe`` returns a text on how two arrays of the same shape and dtype differ, or
     an empty text if they are equal. Raises ClickException if a file is damaged or
     cannot be read.
     """
-    # Verify both files first, because a flipped bit would look like a result of
-    # training.
+    # Verify both files first: a flipped bit would look like a result of training.
     headers = checked(first), checked(second)
     lines = []
     names = sorted(set(headers[0].entries) | set(headers[1].entries))
-    # The sizes for the progress bar: a value that is in both files is read twice.
+    # For the progress bar: the bytes read of each value, from one file or from both.
     sizes = {name: sum(map(_nbytes, _entries(name, headers))) for name in names}
     with progress(sum(sizes.values()), "comparing") as tick:
         for name in names:
@@ -247,7 +245,7 @@ def _difference(
     paths: tuple[str, str],
     describe: Callable[[Array, Array], str],
 ) -> str:
-    """Return how a value differs between two checkpoints; empty if it does not."""
+    """Return a text on how a value differs in two checkpoints; empty if it does not."""
     entries = [header.entries.get(name) for header in headers]
     if entries[0] is None or entries[1] is None:
         return f"only in the {'second' if entries[0] is None else 'first'}"
@@ -259,12 +257,11 @@ def _difference(
 
 
 def _by_value(one: Array, other: Array) -> str:
-    """Return how two arrays differ; a NaN is equal to another NaN."""
-    # Suppress the warning of a comparison with NaN in bfloat16.
+    """Return a text on how two arrays differ; NaN counts as equal to NaN."""
+    # Suppress warnings: in bfloat16, a comparison with NaN warns.
     with np.errstate(invalid="ignore"):
         unequal = np.asarray(one != other)
         if one.dtype.kind not in "iub":
-            # Count two NaN as equal.
             unequal &= ~(np.isnan(one) & np.isnan(other))
     count = int(unequal.sum())
     if not count:
@@ -274,8 +271,7 @@ def _by_value(one: Array, other: Array) -> str:
     # Print no difference of integers, because it may not fit into their type.
     if one.dtype.kind in "iub":
         return f"{count:,} of {one.size:,} elements, {values}"
-    # Subtract in float64: in bfloat16 or float16 the difference may be rounded, or
-    # overflow.
+    # Use float64: in bfloat16 or float16 the difference may round or overflow.
     wide = np.complex128 if one.dtype.kind == "c" else np.float64
     with np.errstate(invalid="ignore", over="ignore"):
         largest = np.nanmax(np.abs(one.astype(wide) - other.astype(wide)))

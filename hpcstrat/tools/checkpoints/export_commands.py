@@ -24,8 +24,7 @@ from hpcstrat.variables import Variable
 
 __all__ = ["export", "import_"]
 
-# For each format: the endings of its file names, and the module that reads and writes
-# it.
+# By format: the endings of its files, and the module that reads and writes it.
 _FORMATS = {
     "npz": ((".npz",), "checkpoint.exchange"),
     "h5": ((".h5", ".hdf5"), "checkpoint.exchange"),
@@ -53,7 +52,7 @@ def _format(path: str, chosen: str | None, model: str | None) -> str:
     found = [end for end in sorted(endings, key=len)[::-1] if path.endswith(end)]
     kind = chosen or (endings[found[0]] if found else None)
     ends = _FORMATS[kind][0] if kind else tuple(endings)
-    # The name of a Keras file must have the right ending, because Keras reads it.
+    # A Keras file must have one of these endings, because Keras rejects others.
     if kind is None or (kind == "keras" and not path.endswith(ends)):
         raise click.ClickException(
             f"expected a file that ends in {', '.join(ends)}, found {path}; rename it"
@@ -107,7 +106,7 @@ def export(
         part = part or "model"
     if part is not None:
         values = _within(values, _prefix(part, values), file)
-    # Check this only for a clear message: the file is opened exclusively below.
+    # Check this only for a clear message: opening the file with O_EXCL would fail, too.
     if os.path.exists(output):
         raise click.ClickException(
             f"expected a name that is free, found the file {output}; choose another"
@@ -115,7 +114,7 @@ def export(
     more = {"model": model} if kind == "keras" else {}
     total = sum(value.nbytes for value in values.values())
     try:
-        # Open exclusively, to never replace a file that another process has just made.
+        # Use O_EXCL, to never replace a file that another process has just made.
         os.close(os.open(output, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         with (
             progress(total, os.path.basename(output)) as tick,
@@ -140,9 +139,9 @@ def _removed_on_error(path: str) -> Iterator[None]:
 
 
 def _prefix(part: str, names: Iterable[str]) -> str:
-    """Return the prefix of the names of an object's values in a checkpoint.
+    """Return the prefix that the values of an object have in a checkpoint.
 
-    Variables of all objects are in the group ``variables``.
+    It is ``variables/PART/`` if the object's values are variables, else ``PART/``.
     """
     prefix = f"{part.strip('/')}/"
     among = f"{_ROOT}{prefix}"
@@ -151,7 +150,7 @@ def _prefix(part: str, names: Iterable[str]) -> str:
 
 
 def _within(values: Mapping[str, Array], prefix: str, path: str) -> dict[str, Array]:
-    """Return the values whose names begin with a prefix, without it in the names."""
+    """Return the values whose names begin with a prefix, by names without it."""
     found = {
         name.removeprefix(prefix): value
         for name, value in values.items()
@@ -338,7 +337,7 @@ def _fitted(
 
 
 def _group(name: str) -> str:
-    """Return the object that a value belongs to, from its name in a checkpoint."""
+    """Return the object's part of a value's name, such as ``variables/model``."""
     first, _, rest = name.partition("/")
     return f"{_ROOT}{rest.partition('/')[0]}" if name.startswith(_ROOT) else first
 

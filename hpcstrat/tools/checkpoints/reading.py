@@ -44,18 +44,18 @@ def unreadable(path: str, error: OSError) -> str:
 
 
 def read(path: str) -> Header:
-    """Read the header of a file; CheckpointError with the reason if that fails."""
+    """Return a checkpoint's header; raise FileNotFoundError or CheckpointError."""
     _require_file(path)
     return read_header(path)
 
 
 def _require_file(path: str) -> None:
-    """Raise an error if a path is not a readable file."""
+    """Raise FileNotFoundError or CheckpointError if a path is not a readable file."""
     try:
         kind = os.stat(path).st_mode
         if stat.S_ISREG(kind):
-            # Check whether the file can be opened, because a reader would report a file
-            # without permission as damaged.
+            # Open the file: without this check, a file that the user may not read would
+            # be reported as damaged.
             os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
             return
     except FileNotFoundError:
@@ -69,14 +69,13 @@ def _require_file(path: str) -> None:
 
 
 def verify_file(path: str) -> int | None:
-    """Verify a file; return the number of verified bytes, or None without hashes."""
+    """Verify a file; return the number of verified bytes, or None if it has no hash."""
     _require_file(path)
     found = open_checkpoint(path)
     if found.vouched is None:
         return None
     plan, count = found.vouched.plan, 0
-    # Use one buffer for all blocks, because a file may be larger than the memory of a
-    # login node.
+    # Use one buffer: the file may be larger than a login node's memory.
     slot = Image(1, plan.block_bytes).slot(0)
     with (
         Blocks(path, found.vouched, direct=False) as blocks,
@@ -98,7 +97,7 @@ def header_of(path: str) -> Header:
 def checked(path: str) -> Header:
     """Return the header of a file, after verifying all bytes of the file."""
     header = header_of(path)
-    # Verify the whole file now, because values are later read without checking hashes.
+    # Verify the whole file, because values are later read without a check of hashes.
     with explained(path):
         if verify_file(path) is None:
             text = "not verified: format version 1 has no hashes"
@@ -108,7 +107,7 @@ def checked(path: str) -> Header:
 
 @contextlib.contextmanager
 def explained(path: str) -> Iterator[None]:
-    """End the command with a message of one line if the block raises a file's error."""
+    """End the command with a one-line message if reading a file fails in the block."""
     try:
         yield
     except CheckpointError as error:

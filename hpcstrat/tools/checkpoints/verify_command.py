@@ -1,4 +1,4 @@
-"""The command ``hpcstrat verify-bits``: finds where the bits of two runs differ."""
+"""The command ``hpcstrat verify-bits``, which finds different bits of two runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def verify_bits(first: str, second: str) -> None:
 
 
 def _logs(first: str, second: str) -> str:
-    """Return a message on the first step at which two logs differ; empty if none."""
+    """Return a message on the first step that differs in two logs, or ""."""
     one, other = read_digests(first), read_digests(second)
     common = sorted(one.keys() & other.keys())
     if not common:
@@ -71,7 +71,7 @@ def _checkpoints(first: str, second: str) -> str:
 
 
 def _by_bits(one: Array, other: Array) -> str:
-    """Return a message on how the bits of two arrays differ; empty if equal."""
+    """Return a message on how the bits of two arrays differ, or "" if they do not."""
     raw = [np.ascontiguousarray(value).reshape(-1) for value in (one, other)]
     octets = [array.view(np.uint8).reshape(-1, array.itemsize) for array in raw]
     unequal = np.flatnonzero((octets[0] != octets[1]).any(axis=1))
@@ -95,9 +95,9 @@ def _by_bits(one: Array, other: Array) -> str:
 def _units(one: Array, other: Array) -> Any:
     """Return the distance of each pair of numbers, in units in the last place.
 
-    If the bits of floating numbers are read as integers, the integers have the same
-    order as the numbers, so their difference is the distance. Returns None for types
-    that are not floating.
+    If the bits of floating-point numbers are read as integers, the integers have the
+    same order as the numbers, so the difference of two integers is the distance.
+    Returns None for other types.
     """
     if one.dtype.kind == "c":
         parts = [array.view(array.real.dtype) for array in (one, other)]
@@ -110,6 +110,6 @@ def _units(one: Array, other: Array) -> Any:
     for array in (one, other):
         bits = array.view(whole).astype(object)
         least = -(1 << (8 * whole.itemsize - 1))
-        # Negative numbers have the opposite order of their bits.
+        # The bits of negative numbers are in the opposite order: reverse it.
         ordered.append(np.where(bits < 0, least - bits, bits))
     return np.abs(ordered[0] - ordered[1])

@@ -78,8 +78,8 @@ def doctor(
     """
     launch = launch_from_environment()
     report = DoctorReport(Findings())
-    # Examine the libraries before MPI starts, because child processes do this, and must
-    # not become ranks of the job.
+    # Examine the libraries before MPI starts, because this starts child processes,
+    # which must not become ranks of the job.
     if launch.rank == 0:
         report.found = look()
         words = None if launcher is None else shlex.split(launcher)
@@ -99,7 +99,7 @@ def _has_gpu() -> bool:
 
 
 def _gpus() -> list[library.Gpu]:
-    """Return the GPUs of this process; errors were reported before, so ignore them."""
+    """Return the GPUs of this process; ignore errors, which `look` has reported."""
     with contextlib.suppress(Exception):
         return library.visible_gpus() if _has_gpu() else []
     return []
@@ -112,8 +112,8 @@ def _probed(
     version = found.library_version
     if not version or not _has_gpu():
         return None
-    # Load the MPI library first: the key of known reports omits paths of loaded
-    # libraries.
+    # Load the MPI library before `known`: the key of a cached report omits the folder
+    # of the loaded MPI library from LD_LIBRARY_PATH.
     from hpcstrat.engine.gpu.probe.probe_program import library_version
 
     version = library_version()
@@ -137,7 +137,7 @@ def _compare_with_settings(found: Findings, report: ProbeReport) -> None:
     try:
         setting = Settings().resolved().mpi_reads_gpu
     except (TypeError, ValueError):
-        # This error of the settings was reported before.
+        # `look` has reported this error.
         return
     ok, reason = report.answer(probe.ABILITIES["mpi_sendrecv"])
     if setting == "yes" and not ok:
@@ -162,7 +162,7 @@ def _conclude(
 ) -> None:
     """Record the facts of all ranks that answered, and the problems in these facts."""
     report.ranks = [facts for facts, _ in answers]
-    # ``answers`` lacks ranks that are silent, which are a separate finding.
+    # ``answers`` lacks silent ranks, which `_tell_silent` reports.
     report.found.add(compare(report.ranks))
     measures = [told for _, told in answers if told is not None]
     if path is not None:
@@ -177,8 +177,8 @@ def _together(report: DoctorReport, path: str | None, show: Callable[[], None]) 
     """Examine all ranks, print the report, and return whether this rank must fail.
 
     Collective over all ranks of the job, if MPI connects them. Only rank 0 has the
-    report. Only rank 0 exits with an error status: if another rank fails, a launcher
-    may end the job before rank 0 has printed the report.
+    report. The other ranks fail only if rank 0 does not answer: if they fail earlier, a
+    launcher may end the job before rank 0 has printed the report.
     """
     start = time.perf_counter()
     try:
@@ -191,8 +191,7 @@ def _together(report: DoctorReport, path: str | None, show: Callable[[], None]) 
         return True
     measures = RankMeasures(init_seconds=time.perf_counter() - start)
     world = mpi.Comm(mpi.COMM_WORLD)
-    # Gather the names of hosts first, so that the host of a rank that is silent later
-    # is known.
+    # Gather the names of hosts now, to report the host of a rank that is silent later.
     hosts = gather(world, platform.node(), LIMIT_SECONDS, _HOSTS)
     if library.is_installed():
         # Ignore errors: if other ranks have a GPU, the strategy reports the problem.
@@ -204,8 +203,7 @@ def _together(report: DoctorReport, path: str | None, show: Callable[[], None]) 
     try:
         gpus, report.reduction = _try_strategy(world.size, path, measures)
     except Exception as error:
-        # All ranks raise this error, because they agree on errors while they make a
-        # strategy, and in a sum.
+        # All ranks raise this error: ranks agree on errors of strategies and sums.
         report.found.problem("strategy", f"{error}")
         gpus = _gpus()
     own = rank_facts(world.rank, gpus), measures
@@ -216,8 +214,7 @@ def _together(report: DoctorReport, path: str | None, show: Callable[[], None]) 
         if silent:
             _tell_silent(report.found, silent, hosts)
         show()
-    # Wait for twice the limit, because rank 0 may wait for a silent rank up to the
-    # limit.
+    # Twice the limit, because rank 0 may wait for a silent rank up to the limit.
     told = share(world, silent, 2 * LIMIT_SECONDS)
     if told is None or told:
         # Skip MPI_Finalize, which would wait for silent ranks; the launcher ends them.
@@ -245,8 +242,7 @@ def _try_strategy(
     """Make a strategy, measure, and sum an array on the GPUs, if there are any."""
     from hpcstrat.strategies import MultiWorkerMirroredStrategy
 
-    # Set a timeout, so that a sum that hangs becomes a finding and does not block the
-    # job.
+    # Set a timeout, so that a sum that hangs is reported, and the command ends.
     options = CommunicationOptions(timeout_seconds=_REDUCTION_SECONDS)
     # Record no summary or timeline, even if environment variables request them.
     with MultiWorkerMirroredStrategy(
@@ -261,14 +257,14 @@ def _try_strategy(
         try:
             ones = library.load().ones(_ELEMENTS, "float32")
         except Exception as error:
-            # Keep the error until all ranks have reported, because the next calls are
-            # collective.
+            # Do not raise the error yet: the next call is collective, and the other
+            # ranks would wait for this rank.
             trouble = f"{error}"
         _agree_on_trouble(strategy, trouble)
         total = strategy.reduce("sum", ones, axis=None)
         try:
-            # Read the sum in the try block: it may raise an error of an earlier GPU
-            # operation.
+            # Read the sum in the try block, because an error of an earlier GPU
+            # operation may be raised only here.
             found = float(total.sum()) / _ELEMENTS
             trouble = "" if found == size else f"a sum of {found:g}"
         except Exception as error:

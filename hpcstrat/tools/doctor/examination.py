@@ -45,11 +45,11 @@ from hpcstrat.engine.topology.mpi_settings import has_loaded_gtl
 print(has_loaded_gtl())"""
 # This program compiles a kernel of CuPy, which needs NVRTC and CUDA headers.
 _KERNELS = "import cupy; assert float(cupy.arange(8, dtype='float16').sum()) == 28"
-# A first import from a slow network file system must end within this time.
+# Time limit of a child process: enough for imports from a slow network file system.
 _CHILD_SECONDS = 120
-# The size that Docker gives a container by default.
+# The default size of /dev/shm in a container of Docker.
 _SMALL_SHM_BYTES = 64 << 20
-# Warn if the /dev/shm of a host is smaller than those of others by this factor.
+# Warn if the median of the other hosts' /dev/shm is larger by this factor.
 _SMALLER_SHM = 4
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -110,11 +110,9 @@ def _child(arguments: Sequence[str]) -> tuple[str, str]:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            # Replace invalid characters, because a library's output may have any
-            # encoding.
+            # A library's output may have any encoding.
             errors="replace",
-            # Remove the launcher's variables, so that the child is not a rank of the
-            # job.
+            # Without the launcher's variables, the child is not a rank.
             env=scrubbed(os.environ),
             timeout=_CHILD_SECONDS,
         )
@@ -123,21 +121,20 @@ def _child(arguments: Sequence[str]) -> tuple[str, str]:
     if done.returncode == 0:
         return done.stdout.strip(), ""
     lines = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
-    # Search for an error line, because a compiler reports the error before its last
-    # line.
+    # Search for the error, which a compiler reports before its last line.
     last = ([line for line in lines if "rror: " in line] or lines)[-1]
     ended = f"signal {-done.returncode}" if done.returncode < 0 else "an error"
     return "", f"{ended}: {last}"
 
 
 def look() -> Findings:
-    """Examine the libraries; those that might crash are loaded in other processes.
+    """Examine the libraries; child processes load libraries that might crash.
 
     Call it before MPI is initialized.
     """
     found = Findings(software())
     _look_at_mpi(found)
-    # Import h5py in another process, because it would load HDF5, and maybe MPI, here.
+    # Import h5py in a child process, because h5py loads HDF5, and maybe an MPI library.
     version, trouble = _child(["-c", _HDF5])
     found.software.append(("HDF5", version or "not usable"))
     if trouble:
@@ -159,7 +156,6 @@ def _look_at_mpi(found: Findings) -> None:
     found.library_version = version
     words = version.replace("\n", ",").split(",")[0]
     found.software.append(("MPI library", " ".join(words.split()) or "not usable"))
-    # Without an MPI library, do not search for its mpirun.
     if trouble:
         found.problem(
             "mpi-library",
@@ -172,7 +168,7 @@ def _look_at_mpi(found: Findings) -> None:
     environment = scrubbed(os.environ)
     command, reason = find_launcher(version, environment)
     found.software.append(("mpirun", command[0] if command else "none that fits"))
-    # If there is srun, which can start ranks, mpirun is not needed.
+    # If there is srun, mpirun is not needed, because srun can start ranks.
     if not command and shutil.which("srun") is None:
         found.problem(
             "mpirun",
@@ -194,7 +190,7 @@ def _look_at_mpi(found: Findings) -> None:
 
 
 def _look_at_settings(found: Findings) -> None:
-    """Report environment variables with which MPI would not start on this host."""
+    """Report environment variables that keep MPI from starting on this host."""
     has_gtl = True
     if "CRAY MPICH" in found.library_version.upper():
         told, _ = _child(["-c", _GTL])
@@ -206,7 +202,7 @@ def _look_at_settings(found: Findings) -> None:
 
 def _look_at_gpus(found: Findings) -> None:
     installed = [name for name in _CUPY if _version(name)]
-    # All CuPy packages install into the same folder, so two of them are mixed up there.
+    # All CuPy packages install into one folder, so two packages mix up their files.
     if len(installed) > 1:
         found.problem(
             "cupy",
@@ -221,7 +217,7 @@ def _look_at_gpus(found: Findings) -> None:
                 "on GPUs install hpcstrat with its extra cuda12 or cuda13",
             )
         return
-    # Catch any error, because CuPy loads libraries of CUDA and of the driver.
+    # Catch any error: CuPy loads libraries of CUDA and of the driver, which may fail.
     try:
         versions = library.versions()
     except Exception as error:
@@ -273,7 +269,7 @@ def rank_facts(rank: int, gpus: Sequence[library.Gpu]) -> RankFacts:
     except OSError:
         shm_bytes = 0
     masks = own_masks()
-    # Messages between ranks depend on the versions of these packages.
+    # Ranks with different versions of these packages may misread each other's messages.
     told = ("hpcstrat", "mpi4py", "numpy")
     return RankFacts(
         rank=rank,
@@ -312,7 +308,7 @@ def compare(ranks: Sequence[RankFacts]) -> Findings:
                 "environment that all hosts see",
                 hosts=(ranks[0].host, facts.host),
             )
-            # Report one host only, because other hosts mostly differ in the same way.
+            # Report only one host, because others usually differ in the same way.
             break
     for host in dict.fromkeys(facts.host for facts in ranks):
         here = [facts for facts in ranks if facts.host == host]
@@ -325,7 +321,7 @@ def compare(ranks: Sequence[RankFacts]) -> Findings:
 
 
 def _compare_bindings(found: Findings, host: str, here: Sequence[RankFacts]) -> bool:
-    """Report ranks that are bound to fewer cores than ranks; return whether any are."""
+    """Report groups of ranks that share too few cores; return whether there are any."""
     bound = False
     masks = [CoreMasks(facts.cores, facts.launcher_cores) for facts in here]
     for crowded in crowded_ranks(masks):
@@ -361,17 +357,18 @@ def _compare_cores(found: Findings, host: str, here: Sequence[RankFacts]) -> Non
 def _compare_threads(found: Findings, host: str, here: Sequence[RankFacts]) -> None:
     cores = set().union(*(facts.cores for facts in here))
     each = max(1, len(cores) // len(here))
-    # Compare only if all ranks have OMP_NUM_THREADS: others may set threads in another
-    # way.
+    # Compare only if all ranks have OMP_NUM_THREADS: without it, the program may set
+    # the number of threads in another way.
     given = [int(facts.threads) for facts in here if facts.threads.isdecimal()]
     if len(given) == len(here):
-        # A rank that is bound to few cores is crowded, even if its host has many cores.
+        # A rank is crowded if it has more threads than the cores that it is bound to,
+        # even if its host has more cores.
         crowded = tuple(
             facts.rank
             for facts, number in zip(here, given, strict=True)
             if number > len(facts.cores)
         )
-        # If each rank has one thread, there are more ranks than cores, which
+        # If each rank has one thread, too many threads are too many ranks, which
         # `_compare_cores` reports.
         if crowded or (sum(given) > len(cores) and max(given) > 1):
             who = rank_words(crowded) if crowded else "all ranks"
@@ -388,7 +385,8 @@ def _compare_threads(found: Findings, host: str, here: Sequence[RankFacts]) -> N
                 unit="threads",
             )
     elif not given and len(here) > 1 and len(cores) > 1:
-        # A rank that is bound to its own cores starts no more threads than cores.
+        # Omit ranks that are bound to their own share of the cores: by default each
+        # starts one thread for each of these cores.
         shared = [facts for facts in here if len(facts.cores) > len(cores) // len(here)]
         if shared:
             found.remark(
@@ -408,8 +406,8 @@ def _compare_memory(found: Findings, ranks: Sequence[RankFacts]) -> None:
     for host, size in sizes.items():
         others = [other for name, other in sizes.items() if name != host]
         usual = int(statistics.median(others)) if others else 0
-        # A moderate difference is normal: hosts differ in memory, and /dev/shm has half
-        # of it.
+        # A moderate difference is normal: hosts differ in memory, and the default size
+        # of /dev/shm is half of the memory.
         if size > _SMALL_SHM_BYTES and size * _SMALLER_SHM >= usual:
             continue
         large = f", as other hosts have ({usual >> 20} MiB)" if usual > size else ""

@@ -13,12 +13,11 @@ _MOST_NAMES = 10
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One problem: what was expected, what was found, and what to do.
+    """One problem or remark; its text has the expectation, the finding, and advice.
 
     ``name`` is the kind of the problem, such as ``slow-link``; scripts rely on it.
-    ``hosts`` and ``ranks`` are those that have the problem; both are empty if it
-    concerns all. For a measurement, ``expected`` and ``found`` are numbers in this
-    ``unit``.
+    ``hosts`` and ``ranks`` are the affected ones; both are empty if all are affected.
+    For a measurement, ``expected`` and ``found`` are numbers in the unit ``unit``.
     """
 
     name: str
@@ -36,7 +35,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Findings:
-    """The problems and remarks found so far.
+    """The problems and remarks found so far, and the versions of the software.
 
     A problem would stop a job, or shows a serious fault. A remark is about something
     that would slow a job down, or that may be intended. ``library_version`` is the

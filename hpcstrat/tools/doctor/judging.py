@@ -24,16 +24,17 @@ __all__ = [
     "summarize",
 ]
 
-# A link that is slower than the others by this factor is a problem, else a remark.
+# An outlier that is slower than the other links by this factor is a problem; below this
+# factor it is a remark.
 _BAD_BANDWIDTH, _BAD_LATENCY = 4.0, 10.0
 _BAD_LATENCY_SECONDS = 1e-3
-# Slow links are taken to have the same cause if their ratios differ by less than this.
+# If the ratios of slow links differ by at most this factor, assume one common cause.
 _ALIKE = 4.0
 _SLOW_MEMORY = 2.0
 _SLOW_FOLDER, _SLOW_FOLDER_SECONDS, _BAD_FOLDER_SECONDS = 5.0, 0.5, 10.0
 _SLOW_INIT_SECONDS = 20.0
-# Time services keep clocks within milliseconds. If a clock is wrong by a second, no
-# time service runs.
+# In seconds. Time services keep clocks within milliseconds; on a host whose clock is
+# wrong by a second, no time service runs.
 _CLOCK_SECONDS, _BAD_CLOCK_SECONDS = 0.05, 1.0
 # A time service cannot correct a larger drift (adjtimex(2): 500 ppm).
 _DRIFT = 500e-6
@@ -44,10 +45,11 @@ _LEAVE_OUT = "leave it out (sbatch --exclude={}) and tell the site"
 class HostMeasures:
     """The figures of a host; a figure is None if it was not measured.
 
-    ``memory_alone`` is the median bandwidth of one rank alone, and ``memory_together``
-    the sum over all ranks of the host, in bytes per second. ``clock_offset_seconds`` is
-    relative to the median of all hosts' clocks. ``clock_drift`` is the time that this
-    clock gains on the clock of replica 0 in a second. The errors are upper bounds.
+    Bandwidths are in bytes per second. ``memory_alone`` is the median over ranks that
+    copy one after the other; ``memory_together`` is the sum over ranks that copy at the
+    same time. ``clock_offset_seconds`` is relative to the median of all hosts' clocks.
+    ``clock_drift`` is the time that this clock gains on the clock of replica 0 in a
+    second. The errors are upper bounds.
     """
 
     host: str
@@ -88,7 +90,7 @@ class JobMeasures:
 def summarize(
     path: str, ranks: Sequence[RankFacts], measures: Sequence[RankMeasures]
 ) -> JobMeasures:
-    """Combine the facts and measurements of ranks, which have the same order."""
+    """Combine facts and measurements, two lists in the same order of ranks."""
     by_host: dict[str, list[tuple[RankFacts, RankMeasures]]] = {}
     for facts, told in zip(ranks, measures, strict=True):
         by_host.setdefault(facts.host, []).append((facts, told))
@@ -100,11 +102,11 @@ def summarize(
     ]
     for host in hosts:
         if host.clock_offset_seconds is not None:
-            # Use the clock of a real host as median: the mean of two would make both
-            # wrong.
+            # Use the lower median, which is the clock of a real host: with the mean of
+            # two clocks, both would look wrong.
             host.clock_offset_seconds -= statistics.median_low(offsets)
-    # All ranks end MPI_Init when the last rank arrives, so the shortest time includes
-    # no wait.
+    # All ranks end MPI_Init when the last rank arrives. The shortest time is the last
+    # rank's, which includes no wait.
     inits = [told.init_seconds for told in measures if told.init_seconds is not None]
     # Use a dict, so that the same trouble of several ranks is reported once.
     troubles = {
@@ -136,7 +138,8 @@ def _host(host: str, told: Sequence[tuple[RankFacts, RankMeasures]]) -> HostMeas
         # The error is at most half a round trip, so the fastest sample is the most
         # accurate.
         best = min(samples, key=lambda sample: sample.round_trip_ns)
-        # A sample's offset must be added to this host's clock, so its sign is opposite.
+        # A sample's offset corrects this host's clock, so the clock's error has the
+        # opposite sign.
         found.clock_offset_seconds = -best.offset_ns / 1e9
         found.clock_error_seconds = best.round_trip_ns / 2e9
     if len(samples) > 1:
@@ -243,10 +246,10 @@ def _judge_links(found: Findings, links: Links, hosts: Sequence[HostMeasures]) -
 
 
 def _slow_hosts(links: Sequence[Link], outliers: Sequence[Outlier]) -> list[str]:
-    """Return hosts with at least two slow links, if these are more than half of all.
+    """Return hosts with at least two slow links that are over half of their links.
 
-    These links must be about equally slow. For example, one broken link and another one
-    that was disturbed during the measurement do not make the host slow.
+    These links must be about equally slow. For example, one broken link, and another
+    link that was disturbed during the measurement, do not make a host slow.
     """
     every = Counter(host for link in links for host in link.hosts)
     slow: dict[tuple[str, bool], list[float]] = {}
@@ -273,7 +276,7 @@ def _tell_slow(
     title: str,
     advice: str,
 ) -> None:
-    """Report slow links as one finding, by the bandwidth or latency of the median."""
+    """Report slow links as one finding, with the figures of the median link."""
     ordered = sorted(outliers, key=lambda one: one.bandwidth_ratio)
     middle = ordered[len(ordered) // 2]
     words: Callable[[float], str] = bandwidth_words
@@ -285,8 +288,7 @@ def _tell_slow(
         expected = middle.others_latency_seconds
         own, unit = middle.link.latency_seconds, "s"
         words = latency_words
-        # The latency must also be long: many times a microsecond does not slow down a
-        # job.
+        # A few microseconds more do not slow down a job, whatever the ratio.
         bad = middle.latency_ratio > _BAD_LATENCY and own > _BAD_LATENCY_SECONDS
     tell = found.problem if bad else found.remark
     tell(
@@ -309,7 +311,7 @@ def _judge_clocks(found: Findings, hosts: Sequence[HostMeasures]) -> None:
     service = "ask the site to repair its time service (chronyc tracking)"
     for host in known:
         offset, error = host.clock_offset_seconds or 0.0, host.clock_error_seconds or 0
-        # Subtract the error of the measurement, which alone may explain a small offset.
+        # Subtract the measurement's error, which may be the whole of a small offset.
         if abs(offset) - error > _CLOCK_SECONDS:
             others = "the other hosts'"
             if len(known) == 2:
@@ -387,7 +389,6 @@ def _grouped(told: _Told, key: Callable[[FolderFacts], str]) -> dict[str, Any]:
 
 
 def _judge_writing(found: Findings, path: str, told: _Told) -> None:
-    # Report all hosts with the same failure in one finding.
     for why, some in _grouped(told, lambda facts: facts.problem).items():
         found.problem(
             "folder",
@@ -399,8 +400,7 @@ def _judge_writing(found: Findings, path: str, told: _Told) -> None:
     values = [(host, facts.write_seconds) for host, facts in told]
     size = f"{FILE_BYTES >> 20} MiB"
     for host, own, others in _with_others(values):
-        # Report this only if the time is also long in seconds: being several times
-        # slower is no problem if the time is negligible.
+        # Several times the others' time is no problem if it is negligible.
         if own > _SLOW_FOLDER * others and own > _SLOW_FOLDER_SECONDS:
             found.remark(
                 "slow-folder",

@@ -20,10 +20,9 @@ from hpcstrat.checkpoint.disk import file_system_name, flush, write_all
 __all__ = ["FolderFacts", "Locked", "MemoryProbe", "look_at_folder", "within"]
 
 _MIB = 1 << 20
-# Sizes of an array: usually at least twice a core's caches, but less if memory is
-# scarce.
+# Sizes of an array: larger than caches, but small if memory is scarce.
 _MOST_BYTES, _LEAST_BYTES = 64 * _MIB, 4 * _MIB
-# The arrays of a host use at most 2 / _SHARE of its free memory: a rank has two.
+# The two arrays of each rank use together at most 2 / _SHARE of a host's free memory.
 _SHARE = 16
 _COPIES = 5
 FILE_BYTES = _MIB
@@ -47,15 +46,15 @@ class MemoryProbe:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         share = free // (_SHARE * num_ranks)
         nbytes = min(max(share, _LEAST_BYTES), _MOST_BYTES)
-        # Write the pages first, because all pages never written map to one page of
-        # zeros.
+        # Write ones, because pages that were never written all map to one page of
+        # zeros, which stays in the cache.
         self._from, self._to = np.ones((2, nbytes), np.uint8)
 
     def bytes_per_second(self, *, busy: bool = False) -> float:
         """Return the bytes read and written per second, counted as in STREAM.
 
-        Returns the median of some copies. If other ranks are ``busy`` on this host, it
-        is the mean, which includes times in which this rank waits for its core.
+        Uses the median time of several copies. If other ranks are ``busy`` on this
+        host, uses the mean, which includes times in which this rank waits for its core.
         """
         seconds = []
         for _ in range(1 + _COPIES):
@@ -86,7 +85,7 @@ class FolderFacts:
 
 
 def within(seconds: float, action: Callable[[], Any]) -> Any:
-    """Return the result of an action; TimeoutError if it does not end in ``seconds``.
+    """Return the result of an action; raise TimeoutError after ``seconds``.
 
     After a timeout the action continues in its thread.
     """
@@ -112,11 +111,11 @@ def within(seconds: float, action: Callable[[], Any]) -> Any:
 
 
 class Locked:
-    """A file that this process makes and locks, like HDF5; `close` removes it."""
+    """A file that this process makes, and locks as HDF5 does; `close` removes it."""
 
     def __init__(self, folder: str, token: str) -> None:
         self.path = _path(folder, token, "lock")
-        # Open exclusively, to never open a file of the user for writing.
+        # Use O_EXCL, which fails if the user has a file of this name.
         self._file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         with contextlib.suppress(OSError):
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -184,7 +183,7 @@ def _unlockable(folder: str, token: str, rank: int) -> str:
     path = _path(folder, token, f"{rank}")
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
-        # HDF5 uses flock if the system has it, else fcntl.
+        # Try both, because HDF5 uses flock if the system has it, else fcntl.
         for name, call in (("flock", fcntl.flock), ("fcntl", fcntl.lockf)):
             try:
                 call(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -198,12 +197,11 @@ def _unlockable(folder: str, token: str, rank: int) -> str:
 
 
 def _see(folder: str, token: str) -> tuple[bool, bool | None]:
-    """Return whether rank 0's file is visible, and whether its lock is."""
+    """Return whether this host sees rank 0's file, and whether it sees the lock."""
     end = time.monotonic() + _SEEN_SECONDS
     while True:
         try:
-            # Open it for writing: NFS implements flock by fcntl, which needs write
-            # access.
+            # For flock, NFS needs a file that is open for writing.
             file = os.open(_path(folder, token, "lock"), os.O_RDWR)
             break
         except FileNotFoundError:

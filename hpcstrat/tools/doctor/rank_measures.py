@@ -1,4 +1,4 @@
-"""Measurements by all ranks together, with a limit for each wait."""
+"""Measurements by all ranks together, with a time limit for each wait."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIMIT_SECONDS = 60.0
 
 _NAP_SECONDS = 0.002
 _TOKEN_BYTES = 8
-# A tag of messages, different from the tags with which the command gathers.
+# The MPI tag of `share`; the command gathers with other tags.
 _VERDICT = 33
 
 
@@ -40,11 +40,11 @@ class RankMeasures:
     """The measurements of a rank.
 
     Only the first rank of a worker has ``clocks`` and ``folder``. ``clocks`` compares
-    its wall clock with replica 0's, at the beginning and at the end. ``memory_alone``
-    and ``memory_together`` are bytes per second of this rank, when it measures alone on
-    its host, and when all ranks measure at once. Only rank 0 has ``links``, which are
-    the links between all ranks. An entry of ``troubles`` has a measurement that failed,
-    and the reason.
+    the wall clocks of this rank and replica 0, at the beginning and at the end.
+    ``memory_alone`` is the bandwidth in bytes per second while only this rank of its
+    host copies, and ``memory_together`` while all ranks copy. Only rank 0 has
+    ``links``, for all ranks. An entry of ``troubles`` has the name of a measurement
+    that failed, and the reason.
     """
 
     init_seconds: float | None = None
@@ -56,7 +56,7 @@ class RankMeasures:
     troubles: list[tuple[str, str]] = field(default_factory=list)
 
     def attempt(self, what: str, action: Callable[[], Any]) -> Any:
-        """Return the result of an action; after an error, record it and return None."""
+        """Return the result of an action; after an error, record the error instead."""
         try:
             return action()
         except Exception as error:
@@ -94,7 +94,7 @@ def measure_alone(folder: str) -> RankMeasures:
 
 
 class _BoundedWaits:
-    """Barriers and broadcasts with a time limit; after one timeout there are no more.
+    """Barriers and broadcasts with a time limit; after a timeout, they do nothing.
 
     Collective over ``topology.replica_comm``.
     """
@@ -107,12 +107,11 @@ class _BoundedWaits:
         self._came = self._await(request)
 
     def _await(self, request: Any) -> bool:
-        # Sleep between checks, because a wait that spins would use the cores of ranks
-        # that measure.
+        # Sleep between checks: a wait that spins would take cores from other ranks.
         return finish([request], time.monotonic() + LIMIT_SECONDS, naps=True)
 
     def meet(self, comm: Any = None) -> bool:
-        """Wait for all ranks of a communicator; return False if a rank is missing.
+        """Wait for all ranks of a communicator; return False if one is not in time.
 
         Collective over ``comm``; by default over all ranks.
         """
@@ -122,8 +121,7 @@ class _BoundedWaits:
 
     def token(self) -> str:
         """Return a random name that rank 0 chooses. Collective over all ranks."""
-        # Copy the bytes, because bytes are read-only, and other ranks receive into the
-        # array.
+        # Make a writable copy of the bytes, because other ranks receive into the array.
         own = np.frombuffer(secrets.token_bytes(_TOKEN_BYTES), np.uint8).copy()
         if self._came:
             self._came = self._await(self.comm.Ibcast(own))
@@ -145,7 +143,7 @@ def _note_clock(together: _BoundedWaits, measures: RankMeasures) -> None:
 
 
 def _measure_memory(together: _BoundedWaits, measures: RankMeasures) -> None:
-    """Measure memory: first one rank of each host at a time, then all ranks at once."""
+    """Measure memory on each host: one rank after the other, then all ranks."""
     worker = together.topology.worker_comm
     memory = measures.attempt("memory", lambda: MemoryProbe(worker.size))
 
@@ -164,8 +162,8 @@ def _measure_memory(together: _BoundedWaits, measures: RankMeasures) -> None:
 def _look(together: _BoundedWaits, folder: str, measures: RankMeasures) -> None:
     """Examine the folder on all hosts at the same time."""
     topology, token = together.topology, together.token()
-    # One rank waits up to five times here. The sum must be less than the limit, which
-    # is how long the other ranks wait for it.
+    # A rank waits up to five times here, one after the other. Together this must be
+    # less than the limit, because the other ranks do not wait longer for this rank.
     held, limit = None, LIMIT_SECONDS / 6
     if topology.replica_id == 0:
         # Ignore an error: `look_at_folder` finds its cause below.
@@ -178,16 +176,16 @@ def _look(together: _BoundedWaits, folder: str, measures: RankMeasures) -> None:
             measures.folder = look_at_folder(folder, token, rank, limit)
         together.meet()
     finally:
-        # Remove the file only now, because the other hosts have checked the lock until
-        # here.
+        # Remove the file only now, after all hosts have checked its lock.
         if held is not None:
             held.close()
 
 
 def gather(comm: Any, answer: Any, limit_seconds: float, tag: int) -> list[Any]:
-    """Gather the answers of all ranks on rank 0; None for ranks that are too late.
+    """Return the answers of all ranks on rank 0, with None for ranks that are too late.
 
-    Collective over ``comm``. Other ranks wait until their answer is sent.
+    Collective over ``comm``. Other ranks wait until their answer is sent, and return an
+    empty list.
     """
     if comm.rank:
         request = comm.isend((comm.rank, answer), 0, tag)
@@ -197,7 +195,7 @@ def gather(comm: Any, answer: Any, limit_seconds: float, tag: int) -> list[Any]:
     deadline = time.monotonic() + limit_seconds
     num_missing = comm.size - 1
     while num_missing and time.monotonic() < deadline:
-        # Use improbe, which knows the size: irecv has room for only 32 KiB of pickle.
+        # Use improbe: irecv cannot receive more than 32 KiB of pickle.
         found = comm.improbe(tag=tag)
         if found is None:
             time.sleep(_NAP_SECONDS)
@@ -209,7 +207,7 @@ def gather(comm: Any, answer: Any, limit_seconds: float, tag: int) -> list[Any]:
 
 
 def share(comm: Any, verdict: Any, limit_seconds: float) -> Any:
-    """Send rank 0's verdict to all ranks, and return it; None if it does not arrive.
+    """Return rank 0's verdict on all ranks, or None if it does not arrive in time.
 
     Collective over ``comm``.
     """

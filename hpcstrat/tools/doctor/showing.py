@@ -33,7 +33,7 @@ JSON_VERSION = 1
 
 _WIDTH = 80
 _COLUMN = 20
-# Shorten longer tables, which would hide the problems at the end.
+# Shorten longer tables, so that the user sees the problems, which come last.
 _MOST_RANKS = 32
 _MOST_HOSTS = 32
 _MOST_LINKS = 12
@@ -43,8 +43,8 @@ _MOST_LINKS = 12
 class DoctorReport:
     """The content of the report of ``hpcstrat doctor``.
 
-    ``reduction`` describes how arrays on GPUs are summed, and ``probe`` what MPI can do
-    with GPU memory.
+    ``reduction`` is a text on how arrays on GPUs are summed. ``probe`` reports which
+    MPI calls accept GPU memory.
     """
 
     found: Findings
@@ -165,7 +165,7 @@ def _show_probe(report: ProbeReport) -> None:
     if not report.answers:
         _row("not tried", report.how)
         if report.output:
-            # Show the end of the output, which has the reason.
+            # Show only the end of the probe's output, which has the reason.
             _row("it said", report.output[-400:])
         return
     for name in OPERATIONS:
@@ -218,7 +218,7 @@ def _host_words(host: HostMeasures) -> list[str]:
 
 
 def _show_links(links: Links) -> None:
-    """Show all links; if there are many, only the median and the slowest ones."""
+    """Show all links, or, if there are many, only their median and the slowest."""
     table = new_table("messages", "latency", "bandwidth")
     for title, some in (("inside", links.inside), ("between", links.between)):
         shown = list(some)

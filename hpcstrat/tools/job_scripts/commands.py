@@ -21,7 +21,7 @@ from hpcstrat.tools.terminal import UncutGroup
 
 __all__ = ["jobs"]
 
-# For each scheduler, a command that no other has. SGE and PBS share most commands.
+# For each scheduler, a command that no other has (SGE and PBS share qsub).
 _COMMANDS = {
     "flux": "flux",
     "slurm": "sbatch",
@@ -45,12 +45,12 @@ def _found() -> str | None:
 
 
 def _is_answered() -> bool:
-    """Return whether a user can answer questions, on a terminal."""
+    """Return whether a user can answer questions: standard input is a terminal."""
     return sys.stdin.isatty()
 
 
 class _PromptedOption(click.Option):
-    """An option for whose value the command asks, if a user can answer."""
+    """An option; if the user omits it, the command asks for its value."""
 
     def __init__(self, *words: Any, ask: str, **options: Any) -> None:
         super().__init__(*words, **options)

@@ -1,7 +1,7 @@
 """Functions that make a job script from one of hpcstrat's own scripts.
 
-Tests run each of hpcstrat's scripts under its scheduler, if that is available. The new
-script differs only in the values in its head, and in the program.
+The new script differs only in the values in its head, and in the program. Tests run
+each of hpcstrat's own scripts, if its scheduler is installed.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class JobPlan:
 
 @dataclass(frozen=True, slots=True)
 class _ScriptSyntax:
-    """The options of a scheduler in the head of a job script, and how to set them."""
+    """A scheduler's options in the head of a job script, and functions to set them."""
 
     mark: str
     submit: str
     account: str
     queue: str
-    # Returns patterns in the head of a script, with their replacements.
+    # Returns patterns for options in the head of a script, with their replacements.
     changes: Callable[[JobPlan], dict[str, str]]
     suffix: str
 
@@ -150,7 +150,7 @@ def write(plan: JobPlan) -> str:
         more = [line for line in head if line.replace("restart", "cpu") not in cpu]
         head = gpu + more
         body = body.replace("srun ", "srun --gpu-bind=none ")
-        # Require GPUs: without this line, a job without GPUs would silently be slow.
+        # Require GPUs: without this line, a job that gets no GPUs would use CPUs.
         line = "export HPCSTRAT_DEVICE=gpu"
         body = body.replace("site_environment\n", f"site_environment\n{line}\n")
     for pattern, words in scheduler.changes(plan).items():
@@ -168,7 +168,7 @@ def write(plan: JobPlan) -> str:
 
 
 def _script(plan: JobPlan, kind: str) -> tuple[list[str], str, str]:
-    """Return head, body and path of a script; the head has the scheduler's lines."""
+    """Return one of hpcstrat's scripts: its scheduler options, its body, its path."""
     scheduler = SCHEDULERS[plan.scheduler]
     folder = "" if plan.scheduler == "slurm" else f"{plan.scheduler}/"
     source = f"{folder}{kind}.{scheduler.suffix}"

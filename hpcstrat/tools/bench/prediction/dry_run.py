@@ -2,8 +2,8 @@
 
 The dry run uses the plan of `hpcstrat.engine.reduction` and the algorithms of
 `hpcstrat.engine.collectives`, so a change of pieces or messages there also changes the
-prediction. It calls an algorithm with arrays without memory, and with a channel that
-records the algorithm's requests and does not execute them.
+prediction. It passes the algorithm arrays without memory, and a channel that only
+records the algorithm's requests.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class AllReduced:
 class Begun:
     """The start of messages between replicas with the same position on their workers.
 
-    A pair has the number of the other worker and the size of the message.
+    A pair in ``sent`` or ``received`` is: the other worker, the bytes of the message.
     """
 
     tag: int
@@ -115,7 +115,7 @@ Event = Announced | Turned | Stepped | MemoryCopy | AllReduced | Begun | Ended
 
 
 class _DryRunTopology:
-    """The attributes of a topology that the algorithms and their choice read."""
+    """Stands in for a `Topology`, with only the attributes that a dry run reads."""
 
     def __init__(self, job: SimulatedJob, worker: int, position: int) -> None:
         each = job.replicas_per_worker
@@ -134,7 +134,7 @@ class _DryRunTopology:
 
 
 class _Places:
-    """Replaces the rings of a worker's replicas; places may have any size."""
+    """Replaces the ring buffers of a worker's replicas; places may have any size."""
 
     def __init__(self, topology: _DryRunTopology, traffic: Traffic) -> None:
         self._topology, self._traffic = topology, traffic
@@ -165,7 +165,7 @@ class _DryRunChannel:
         self.wire = SimpleNamespace(room_bytes=room_bytes(workers))
         self.rings = _Places(topology, self.traffic)
         self.events: list[Event] = []
-        # Started messages; they end in the order in which they were started.
+        # Started messages. They arrive in the order in which they were started.
         self.under_way: deque[_DryRunMessages] = deque()
 
     def wait(self, awaited: Any) -> None:
@@ -196,7 +196,7 @@ class _Come:
 
 
 class _DryRunMessages:
-    """Started messages, which end when `come` is called."""
+    """Started messages, which arrive when `come` is called."""
 
     def __init__(self, begun: Begun, channel: _DryRunChannel) -> None:
         self._begun, self._channel = begun, channel

@@ -1,9 +1,9 @@
 """The predicted time of a training step on increasing numbers of nodes.
 
 A step computes, and then sums its gradients over all replicas in one call. SimGrid
-simulates the nodes from traces that the module `traces` writes. To save time, equal
-pieces are simulated only once, and the time of one more such piece is multiplied by
-their number.
+simulates the nodes from traces that the module `traces` writes. To save time, only the
+first of equal pieces is simulated, and then one more: the additional time is the time
+of each further piece.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ class ForecastPoint:
     compute_seconds: float
     # Time of sums and copies within a node, and of adding received data.
     inside_seconds: float
-    # Time to exchange the header, by which the replicas check that they make the same
-    # call.
+    # Time to exchange the header of the call.
     header_seconds: float
     # Time of the messages with gradients: their latency, and the transfer of the bytes.
     latency_seconds: float
@@ -76,8 +75,7 @@ class _StepActions:
 
     def __init__(self, step: ForecastStep, job: SimulatedJob, machine: Machine) -> None:
         self.writer = Writer(job, machine)
-        # If the workers exchange parts, each has other partners, so each needs its own
-        # trace.
+        # Workers that exchange parts have different partners, so each needs a trace.
         differ = job.num_workers <= MOST_EXCHANGING
         self._nodes = [
             self._of_worker(step, job, worker)
@@ -116,7 +114,7 @@ class _StepActions:
         return found * self._copies
 
     def inside_seconds(self) -> float:
-        """Return the time of a step that a node does not spend on messages."""
+        """Return the time of sums, copies and synchronizations within a node."""
         return sum(
             count * self.writer.inside_seconds(kind[0]) for kind, count in self.kinds
         )
@@ -153,7 +151,7 @@ def predict_point(
 ) -> ForecastPoint:
     """Predict the time of a step of a job, and the parts of this time.
 
-    If ``folds`` is true, equal pieces are simulated only once.
+    If ``folds`` is false, every piece is simulated, even if pieces are equal.
     """
     plan = _StepActions(step, job, machine)
     replicas = job.num_workers * job.replicas_per_worker
@@ -166,8 +164,7 @@ def predict_point(
     options = MPI_OPTIONS[machine.mpi]
     simulator = Simulator(network, job.num_workers, options)
     fast = replace(network, bytes_per_second=network.bytes_per_second * _FAST)
-    # The same network with nearly infinite bandwidth, to separate latency and
-    # bandwidth.
+    # Also simulate nearly infinite bandwidth, to separate latency from bandwidth.
     without = Simulator(fast, job.num_workers, options)
     replays = _Replays(plan, step, folds=folds)
     total = replays.step_seconds(simulator)

@@ -50,7 +50,7 @@ class KnownFigures:
     shapes: tuple[tuple[int, ...], ...] | None = None
 
     def over(self, other: Self) -> Self:
-        """Return these figures, and take those that are unknown from ``other``."""
+        """Return a copy in which figures of ``other`` replace the unknown ones."""
         own = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -59,7 +59,7 @@ class KnownFigures:
         return replace(other, **own)
 
     def network(self, kind: str) -> Network:
-        """Return the network of a kind; BenchError if a figure is missing."""
+        """Return a network of this kind; raise BenchError if a figure is missing."""
         if kind not in NETWORKS:
             raise BenchError(
                 f"expected a network of {', '.join(NETWORKS)}, found {kind!r}; name "
@@ -81,16 +81,16 @@ class KnownFigures:
         )
 
     def step(self) -> ForecastStep:
-        """Return the training step; BenchError if a figure is missing."""
+        """Return the training step; raise BenchError if a figure is missing."""
         compute = self._known("compute", "--compute-ms")
         return ForecastStep(compute, self._known("shapes", "--gradients"))
 
     def machine(self) -> Machine:
-        """Return the machine of a node; BenchError if a figure is missing."""
+        """Return the figures of a node; raise BenchError if one is missing."""
         latency, bandwidth = self.inside_latency, self.inside_bandwidth
         if self.replicas_per_node in (None, 1):
-            # A node with one replica sends no messages inside: use the figures between
-            # nodes.
+            # A node with one replica has no messages within the node to measure, so use
+            # the figures of messages between nodes.
             latency = (
                 self._known("latency", "--latency") if latency is None else latency
             )
@@ -123,7 +123,7 @@ def _missing(option: str) -> BenchError:
 
 
 def read_given(path: str) -> KnownFigures:
-    """Read the figures of a file; BenchError if its format is unknown.
+    """Return the figures in a file; raise BenchError if its format is unknown.
 
     A file of hpcstrat doctor --measure --json has the links, and the hosts' memory
     bandwidth. A file of hpcstrat bench scaling has the links, the replicas, the step,
@@ -160,7 +160,7 @@ def read_given(path: str) -> KnownFigures:
 
 
 def _find_links(content: Any) -> tuple[dict[str, Any], list[Any]] | None:
-    """Return the links and hosts in a file of hpcstrat doctor, at any depth."""
+    """Return the links and hosts in the JSON of hpcstrat doctor, at any depth."""
     if not isinstance(content, dict):
         return None
     if isinstance(content.get("links"), dict):
@@ -173,8 +173,7 @@ def _of_doctor(links: dict[str, Any], hosts: Sequence[Any]) -> KnownFigures:
     latency, bandwidth = _medians(links["between"])
     inside_latency, inside_bandwidth = _medians(links["inside"])
     ranks = [len(host["ranks"]) for host in hosts]
-    # ``memory_together`` is the bandwidth of all replicas of a host, counting reads and
-    # writes.
+    # ``memory_together`` counts reads and writes of all replicas of a host.
     shares = [
         host["memory_together"] / len(host["ranks"])
         for host in hosts

@@ -2,7 +2,8 @@
 
 https://simgrid.org/doc/latest/Platform_examples.html describes the XML elements.
 Besides measurements, `hpcstrat bench predict` needs assumptions about each kind of
-network. These are the constants below; docs/user-guide/prediction.md lists them.
+network. The assumptions are the constants below; docs/user-guide/prediction.md lists
+them.
 """
 
 from __future__ import annotations
@@ -13,14 +14,12 @@ from dataclasses import dataclass
 
 __all__ = ["MOST_NODES", "NETWORKS", "Network", "Platform"]
 
-# Latency of a switch with its cable: for networks such as InfiniBand and Slingshot, and
-# for Ethernet.
+# Latency of a switch with its cable, in InfiniBand or Slingshot, and in Ethernet.
 _HOP_SECONDS = 150e-9
 _ETHERNET_HOP_SECONDS = 1e-6
 # A switch has 40 ports, like InfiniBand's HDR switches; half of them face down.
 _DOWN_PORTS = 20
-# Slingshot: a group has 32 switches with 16 nodes each, and all switches of a group are
-# connected to each other.
+# In Slingshot, a group has 32 switches, all connected, with 16 nodes each.
 _GROUP_SWITCHES, _SWITCH_NODES = 32, 16
 # The global links of a group have half of the bandwidth of the group's nodes.
 _TAPER = 2
@@ -56,7 +55,7 @@ class Platform:
     xml: str
     # Names of the nodes, in their order in the network.
     hosts: tuple[str, ...]
-    # Time that a message takes at its ends, in addition to the time of its route.
+    # Time that a receiving host needs for each message, besides the time of its route.
     receive_seconds: float
     # A description of the network for people.
     words: str
@@ -93,8 +92,8 @@ def _dragonfly(network: Network, num_nodes: int) -> Platform:
     each = _GROUP_SWITCHES * _SWITCH_NODES
     groups = -(-num_nodes // each)
     between = max(1, each // _TAPER // max(1, groups - 1))
-    # In this model, all traffic to another group leaves through one switch, so each
-    # local link to this switch must have a switch's share of the global bandwidth.
+    # In SimGrid's model, all traffic to another group leaves through one switch, so the
+    # local link from each switch to it must have a switch's share of global bandwidth.
     local = _SWITCH_NODES // _TAPER
     parameters = f"{groups},{between};1,1;{_GROUP_SWITCHES},{local};{_SWITCH_NODES}"
     words = (
@@ -120,8 +119,8 @@ def _switched(
     parameters: str,
     size: int,
 ) -> Platform:
-    # Attribute the latency, minus two links with their switch, to the hosts: this part
-    # is the same for any number of switches on the route.
+    # Attribute to the hosts the measured latency minus the latency of two links with a
+    # switch. This part is the same for any number of switches on the route.
     hop = min(_HOP_SECONDS * network.slower, network.latency_seconds / 2)
     cluster = _cluster(
         ("net", "n", 0, size),
@@ -164,7 +163,7 @@ def _uplinks(racks: int, network: Network) -> list[str]:
     speed = network.bytes_per_second * _RACK_NODES / _OVERSUBSCRIPTION
     latency = _ETHERNET_HOP_SECONDS * network.slower
     for rack in range(racks):
-        # An uplink has one link for each direction, which all nodes of the rack share.
+        # All nodes of a rack share its uplink, which has one link for each direction.
         parts.append(
             f'<link id="up{rack}" bandwidth="{speed!r}Bps" '
             f'latency="{latency!r}s" sharing_policy="SPLITDUPLEX"/>'

@@ -15,7 +15,7 @@ __all__ = ["Phantom", "Traffic"]
 
 
 class Traffic:
-    """The bytes that were read and written since the last call of ``take``."""
+    """Counts the bytes that were read and written since the last call of `take`."""
 
     def __init__(self) -> None:
         self._nbytes = 0
@@ -48,7 +48,7 @@ class Phantom:
         return self.size
 
     def __getitem__(self, part: slice) -> Phantom:
-        """Return a slice, whose operations are added to the same count."""
+        """Return a slice, whose operations are counted in the same `Traffic`."""
         start, stop, _ = part.indices(self.size)
         return Phantom(max(0, stop - start), self.dtype, self._traffic)
 
@@ -68,7 +68,7 @@ class Phantom:
         return self[:]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """Count a copy into a real array, and return zeros for it."""
+        """Count a copy into a real array, and return an array of zeros."""
         del dtype, copy
         self._traffic.add(self, self)
         return np.broadcast_to(np.zeros((), self.dtype), self.size)

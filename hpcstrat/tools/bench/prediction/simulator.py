@@ -19,12 +19,12 @@ from hpcstrat.tools.bench.run_file import BenchError
 
 __all__ = ["Replay", "Simulator", "find_smpirun"]
 
-# SimGrid prints times in microseconds, which is too coarse for one message, so multiply
+# SimGrid prints times in whole microseconds, too coarse for one message, so multiply
 # all simulated times by this factor.
 _SLOWER = 1000.0
 _FOUND = re.compile(r"Simulation time ([0-9.]+)")
-# Use only our measurements: turn off SimGrid's correction factors, which are from other
-# machines, bandwidth for acknowledgements, and the limit by TCP's window.
+# Use only our measurements. Turn off bandwidth for acknowledgements, the limit by TCP's
+# window, and SimGrid's correction factors, which are from other machines.
 _OPTIONS = {
     "network/model": "SMPI",
     "smpi/bw-factor": "0:1",
@@ -32,7 +32,7 @@ _OPTIONS = {
     "network/weight-S": "0",
     "network/crosstraffic": "0",
     "network/TCP-gamma": "1e30",
-    # The sender of a message below this size continues before it is received.
+    # The sender of a smaller message continues before the message is received.
     "smpi/send-is-detached-thresh": "65536",
     # Small stacks, because there are thousands of processes that do little.
     "contexts/stack-size": "64",
@@ -42,7 +42,7 @@ _OPTIONS = {
 
 
 def find_smpirun() -> str:
-    """Return the path of SimGrid's smpirun; BenchError if it is not installed."""
+    """Return the path of SimGrid's smpirun; raise BenchError if it is missing."""
     found = shutil.which("smpirun")
     if found is None:
         raise BenchError(
@@ -64,7 +64,7 @@ class Replay:
 
 
 class Simulator:
-    """Simulates traces on a network of a number of nodes."""
+    """Simulates traces on a network that has a given number of nodes."""
 
     def __init__(
         self, network: Network, num_nodes: int, options: Mapping[str, str]
@@ -80,7 +80,7 @@ class Simulator:
     def replay(
         self, traces: Sequence[Sequence[str]], limit_seconds: float = 3600.0
     ) -> Replay:
-        """Simulate the traces, one for each node, and return the time until all end."""
+        """Simulate one trace for each node; return the time until all nodes end."""
         with tempfile.TemporaryDirectory(prefix="hpcstrat-predict-") as name:
             folder = Path(name)
             (folder / "platform.xml").write_text(self._world.xml)

@@ -1,17 +1,17 @@
-"""Traces for SimGrid, which list the actions of each node, one in a line.
+"""Traces for SimGrid, which list the actions of each node, one action in a line.
 
-A line is an action of ``smpirun -replay``
+The actions are those of ``smpirun -replay``
 (https://simgrid.org/doc/latest/Tutorial_MPI_Applications.html). One simulated process
 represents a node, because the replicas of a node do the same at the same time. A
 simulated message has the bytes of all replicas together, and work within the node is
 simulated as a sleep.
 
-If the library calls MPI's nonblocking all-reduce, the trace has SMPI's collectives with
+If hpcstrat calls MPI's nonblocking all-reduce, the trace has collectives of SMPI, with
 the algorithm that the MPI library uses. Open MPI's `coll/libnbc` uses a binomial tree
-for the sum and another one for the result if the message has less than 64 KiB, or if
+for the sum and another tree for the result if the message has less than 64 KiB, or if
 there are fewer than four ranks, or if the call is in place. In all other cases it uses
-Rabenseifner's algorithm (https://doi.org/10.1007/978-3-540-24685-5_1). MPICH uses that
-algorithm from 2 KiB on.
+Rabenseifner's algorithm (https://doi.org/10.1007/978-3-540-24685-5_1). MPICH uses
+Rabenseifner's algorithm from 2 KiB on.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ __all__ = ["MPI_OPTIONS", "Block", "Machine", "Writer", "blocks", "is_balanced"]
 
 _LIBNBC_TREE_BYTES = 65536
 _LIBNBC_TREE_RANKS = 4
-# All tags are smaller than this number.
+# All tags are smaller than this number. `_Numbers` adds multiples of it to a tag.
 _MOST_TAG = 100
 # A sum reads two numbers and writes one number.
 _TOUCHED = 3
 
-# The exchange of headers is not an MPI collective, but has the same steps as these
-# collectives.
+# The exchange of headers is no MPI collective, but has the steps of these two.
 _HEADER = {"smpi/barrier": "ompi_bruck", "smpi/allgather": "bruck"}
 
 MPI_OPTIONS = {
@@ -122,7 +121,7 @@ class Writer:
         self._inside_rounds = math.ceil(math.log2(job.replicas_per_worker))
 
     def lines(self, events: Iterable[Event], worker: int = 0) -> list[str]:
-        """Return the trace lines of a worker's node, without the number of the node."""
+        """Return the trace lines of a worker's node, without the node's number."""
         found, numbers = list[str](), _Numbers()
         for event in events:
             if isinstance(event, Begun):
@@ -134,7 +133,7 @@ class Writer:
         return found
 
     def inside_seconds(self, block: Sequence[Event]) -> float:
-        """Return the time for which the node sleeps in these events."""
+        """Return the seconds of work inside a node, which the trace has as sleeps."""
         words = (line.split() for line in self.lines(block))
         return sum(float(word[1]) for word in words if word[0] == "sleep")
 
@@ -159,7 +158,7 @@ class Writer:
         job, step = self._job, self._machine.inside_latency_seconds
         if job.num_workers == 1:
             return self.sleep(step)
-        # The time to send the bytes of the header itself is negligible.
+        # Simulate only the values: the header's own few bytes take negligible time.
         across = f"allgather {nbytes} {nbytes}" if nbytes else "barrier"
         return [*(self.sleep(2 * step) if job.replicas_per_worker > 1 else ()), across]
 
@@ -184,8 +183,8 @@ class Writer:
             or event.in_place
         )
         if event.num_ranks == job.num_workers:
-            # The all-reduce of each position runs at the same time, so add up their
-            # bytes.
+            # Each position on the workers has its own all-reduce. They run at the same
+            # time, so add up their bytes.
             nbytes *= job.replicas_per_worker
         else:
             one = machine.inside_latency_seconds
