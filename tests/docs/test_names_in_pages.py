@@ -13,6 +13,9 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 # Folders that an example program creates.
 _OF_PROGRAMS = {"logs/", "runs/"}
+# Files of users, which pages name as examples.
+_OF_USERS = {"test_NAME.py", "train.py"}
+_FILE = re.compile(r"^[\w.]+\.(?:py|c|cu|h|sh)$")
 _PATH = re.compile(
     r"(?<![\w/.$~-])([a-z_]+(?:/[\w.]+)*/(?:[\w.]+\.(?:py|c|cu|md|sh))?)$"
 )
@@ -33,6 +36,8 @@ def test_what_a_page_names_is_there(page: Path) -> None:
 def _is_there(word: str) -> bool:
     if path := _PATH.match(word):
         return _is_somewhere(path[1])
+    if _FILE.match(word):
+        return word in _OF_USERS or _is_somewhere(word)
     name = _NAME.match(word)
     return name is None or _exists(name[1][1:].split("."))
 
