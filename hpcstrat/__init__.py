@@ -243,13 +243,12 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """List the public names."""
-    # Names that are not loaded yet are included, so that completion in a shell shows
-    # them.
+    # Names that are not loaded yet are included, for completion in a shell.
     return sorted([*globals(), *__all__])
 
 
-# The finder for old import paths is the first finder, because later finders would load
-# the modules of a moved package a second time.
+# The finder for old import paths must be the first finder: after another finder, the
+# modules of a moved package would be loaded a second time.
 sys.meta_path.insert(0, OldPaths())
 
 # If the launcher's environment variables show a job of several ranks, report this

@@ -60,8 +60,7 @@ class ReplicaError(CollectiveError):
     """Another replica failed; raised on the replicas that did not fail.
 
     If the failed replica raised a built-in exception such as ValueError or OSError,
-    this error is also an instance of that class, so that the same ``except`` clause
-    catches both errors.
+    this error is also an instance of that class: one ``except`` catches both errors.
     """
 
 
@@ -101,8 +100,7 @@ class RankLostError(CollectiveError):
 
     This error is raised with ``on_lost_rank="raise"``, and by `hpcstrat.elastic.run`.
     The strategy can make no more collective calls. ``ranks`` has the replicas that are
-    known to be lost. ``ranks`` may be empty on a rank that another rank has notified of
-    the loss.
+    known to be lost; it may be empty on a rank that another rank has notified.
     """
 
 

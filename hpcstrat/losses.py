@@ -20,9 +20,9 @@ def compute_average_loss(
 ) -> Array:
     """Return this replica's part of the mean loss over the global batch.
 
-    Not collective. The sum of the parts of all replicas is the mean, for any sizes of
-    the replicas' batches. So both the loss and its gradient must be summed, not
-    averaged, over replicas.
+    Not collective. The sum of the parts of all replicas is the mean, so both the loss
+    and its gradient must be summed, not averaged, over replicas. With
+    ``global_batch_size`` the replicas' batches may have any sizes.
 
     Parameters
     ----------
@@ -37,8 +37,7 @@ def compute_average_loss(
     Returns
     -------
     ndarray of shape ()
-        Sum of this replica's losses, divided by the global batch size; a floating
-        dtype.
+        Sum of this replica's losses, divided by the global batch size; a float dtype.
 
     Raises
     ------
@@ -66,8 +65,7 @@ def compute_average_loss(
         losses = losses * (to_device(weights) if is_device(losses) else weights)
     size = global_batch_size
     if size is None:
-        # The function makes no collective call, so the batch sizes of other replicas
-        # are unknown.
+        # Without a collective call, other replicas' batch sizes are unknown.
         size = losses.shape[0] * get_strategy().num_replicas_in_sync
     number = np.int64(size) if type(size) is int and size < 1 << 63 else as_array(size)
     if number.ndim or number.dtype.kind not in "iu" or number <= 0:
@@ -91,8 +89,7 @@ def scale_regularization_loss(regularization_loss: ArrayLike) -> Array:
     Parameters
     ----------
     regularization_loss : array_like of any shape
-        The losses of all regularization terms, such as one per layer; the same on every
-        replica.
+        The losses of all terms, such as one per layer; the same on every replica.
 
     Returns
     -------

@@ -81,31 +81,29 @@ class RandomStreams:
     def generator(self) -> np.random.Generator:
         """This replica's own numpy.random.Generator.
 
-        Its numbers are the same in every run with the same seed, on any number of
-        replicas.
+        With one seed, its numbers are the same in every run, on any number of replicas.
         """
         return self._own[own_index() or 0]
 
     def generator_of(self, index: int) -> np.random.Generator:
-        """Return the generator of this process's replica with this index, from 0.
+        """Return a replica's own generator; ``index`` counts this process's replicas.
 
-        For the library's own modules.
-        """
+        For the library's own modules."""
         return self._own[index]
 
     @property
     def shared(self) -> np.random.Generator:
         """A numpy.random.Generator that returns the same numbers on all replicas.
 
-        All replicas must make the same calls of its methods."""
+        All replicas must call its methods in the same order, or the streams differ."""
         return self._shared[own_index() or 0]
 
     def _new(self, birth: int, replica: int) -> np.random.Generator:
         return np.random.Generator(np.random.Philox(key=self._key(birth, replica)))
 
     def _key(self, birth: int, replica: int) -> Array:
-        # SeedSequence has different results for different lists of words, if the number
-        # of words is fixed and each word is below 2**32.
+        # All these lists have the same length, and words below 2**32: SeedSequence then
+        # has different results for different lists.
         place = (*self._stream, birth, replica)
         return np.random.SeedSequence(self.seed, spawn_key=place).generate_state(
             2, np.uint64
@@ -128,8 +126,7 @@ class RandomStreams:
         CollectiveError
             If replicas have made different calls on ``shared``. On every replica.
         """
-        # The shared stream's state is gathered, too, to check that all replicas' states
-        # are equal.
+        # The shared stream is gathered, too, to check that it is equal on all replicas.
         rows = [self._packed(index) for index in range(len(self._own))]
         both = self._strategy.collectives.all_gather(
             np.stack(rows), 0, f"state of the random streams {self.name!r}"
@@ -184,8 +181,7 @@ class RandomStreams:
                 f"expected {_NUM_WORDS} words for each stream, found shapes "
                 f"{rows.shape} and {shared.shape}; restore an older checkpoint"
             )
-        # The saved key is compared, because it is computed from the name, which is not
-        # saved itself.
+        # The key is compared instead of the name, which is not saved.
         if not np.array_equal(shared[1:3], self._key(0, _SHARED)):
             raise ValueError(
                 f"expected the state of the streams {self.name!r}, found that of "
@@ -219,8 +215,7 @@ class RandomStreams:
     def own_state(self) -> dict[str, Any]:
         """Return the same dict as `state`, but with only this process's replicas.
 
-        For the library's own modules.
-        """
+        For the library's own modules."""
         return {
             "bit_generator": _BIT_GENERATOR,
             "root_entropy": self.seed,
@@ -230,7 +225,7 @@ class RandomStreams:
         }
 
     def _packed(self, index: int) -> Array:
-        """Return the packed state of both streams of a replica of this process."""
+        """Return a local replica's own and shared stream, each packed by `_pack`."""
         own = _pack(self._own[index], self._births[index])
         return np.stack([own, _pack(self._shared[index], 0)])
 
@@ -247,8 +242,7 @@ class RandomStreams:
         self.generation = int(state["generation"]) + changed
         replicas = self._strategy.local_replicas
         for index, (replica, row) in enumerate(zip(replicas, rows, strict=True)):
-            # The generator is changed in place, because the program may hold a
-            # reference to it.
+            # The program may hold a reference to the generator: change it in place.
             if row is not None:
                 birth = _unpack(np.asarray(row), self._own[index])
             else:
@@ -281,16 +275,14 @@ def _words_of(name: str) -> tuple[int, ...]:
     """Return four words below 2**32 that identify a name, equal on every machine."""
     # hash() is not used, because its results differ between processes.
     digest = hashlib.blake2b(name.encode(), digest_size=16).digest()
-    # The words are little-endian on every machine, because a checkpoint may be restored
-    # on another machine.
+    # Little-endian words, because another machine may restore a checkpoint.
     return tuple(int(word) for word in np.frombuffer(digest, "<u4"))
 
 
 def _pack(generator: np.random.Generator, birth: int) -> Array:
     """Return a generator's state as 12 words; the first is the stream's generation."""
     state: Any = generator.bit_generator.state
-    # The last word contains the position in the buffer, and an unused half of a drawn
-    # word.
+    # The last word has the position in the buffer, and an unused half of a drawn word.
     rest = state["buffer_pos"] | state["has_uint32"] << 8 | state["uinteger"] << 32
     key, counter = state["state"]["key"], state["state"]["counter"]
     return np.array([birth, *key, *counter, *state["buffer"], rest], np.uint64)

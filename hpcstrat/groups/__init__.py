@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo: groups of replicas that are averaged only every few steps."""
+"""Local SGD and DiLoCo: groups of replicas average parameters every few steps."""
 
 from hpcstrat.groups.sync_groups import SyncGroups
 

@@ -1,4 +1,4 @@
-"""The class for local SGD and DiLoCo: groups of replicas that are averaged rarely."""
+"""`SyncGroups`: groups of replicas that average parameters rarely (as in DiLoCo)."""
 
 from __future__ import annotations
 
@@ -40,20 +40,19 @@ class SyncGroups:
     Each group trains by itself with ``strategy``, which sums gradients only inside of
     the group. A round ends every ``every`` steps. Another copy of the parameters, the
     outer parameters, changes only when a round ends, and is equal in all groups. At the
-    end of a round, the outer gradient is the outer parameters minus the mean of the
-    groups' parameters over all replicas. The outer optimizer updates the outer
-    parameters with this gradient, and each group continues from the outer parameters.
-    With ``outer=SGD(1.0)`` each group continues from the average of the groups'
-    parameters: this is local SGD (Stich, Local SGD Converges Fast and Communicates
-    Little, ICLR 2019, doi:10.48550/arXiv.1805.09767). The default outer optimizer is
-    the one of DiLoCo (Douillard et al., DiLoCo: Distributed Low-Communication Training
-    of Language Models, 2023, doi:10.48550/arXiv.2311.08105).
+    end of a round, the outer gradient is the outer parameters minus the mean, over all
+    replicas, of the parameters that the replicas' groups have trained. The outer
+    optimizer updates the outer parameters with this gradient, and each group continues
+    from the outer parameters. With ``outer=SGD(1.0)`` each group continues from the
+    average of the groups' parameters: this is local SGD (Stich, Local SGD Converges
+    Fast and Communicates Little, ICLR 2019, doi:10.48550/arXiv.1805.09767). The default
+    outer optimizer is DiLoCo's (Douillard et al., DiLoCo: Distributed Low-Communication
+    Training of Language Models, 2023, doi:10.48550/arXiv.2311.08105).
 
     The averaged variables are the trainable variables of floating types that are made
     in the scope of ``strategy``; all groups begin with replica 0's values. Making such
     a variable is therefore collective over all replicas, and this object keeps a
-    reference to it. All other state, such as the state of inner optimizers, belongs to
-    one group.
+    reference to it. Other state, such as inner optimizers', belongs to one group.
 
     Parameters
     ----------
@@ -71,7 +70,7 @@ class SyncGroups:
         groups, from 0 to ``every``. Messages travel during these steps, as for
         `start_all_reduce`. When the sum is complete, the change of the outer parameters
         is added to the group's parameters, which keep the updates made in these steps.
-        A delay needs another copy of the parameters.
+        A delay above 0 needs memory for another copy of the parameters.
     comm : mpi4py.MPI.Intracomm, optional
         The ranks to divide into groups; default: all ranks of the job.
     replicas_per_worker : int, optional
@@ -80,7 +79,7 @@ class SyncGroups:
         Options for sums between groups, such as the type of values in messages.
     on_error : str
         ``"abort"`` or ``"raise"``, for both strategies; see `Strategy`. An error in
-        ``run`` is raised in its group only.
+        ``strategy.run`` is raised only in the group in which it occurred.
     progress_thread : bool
         Whether a thread continues sums between groups while the program computes; see
         `MultiWorkerMirroredStrategy`.
@@ -145,8 +144,7 @@ class SyncGroups:
                 on_error=on_error,
             )
         except Exception:
-            # The error is raised on all ranks, so all ranks close the strategy
-            # together.
+            # All ranks raise this error, so all ranks close the strategy.
             self.everyone.close()
             raise
         self._counts = _plain("counts", np.array([0, -1], np.int64))
@@ -198,10 +196,9 @@ class SyncGroups:
         return self.everyone.split.own
 
     def _take(self, variable: MirroredVariable) -> None:
-        """Set a new variable to replica 0's value, and average it at each round's end.
+        """Set a new variable to replica 0's value; `step` and `end_round` average it.
 
-        Collective over all replicas.
-        """
+        Collective over all replicas."""
         value, name = variable.component, variable.name
         token = push(self.everyone.cross_entry)
         try:
@@ -266,8 +263,8 @@ class SyncGroups:
         """End the round now: all groups continue from the outer parameters.
 
         Collective over all replicas. Call this method at the end of a training or of a
-        part of a training; the next call of `step` begins a new round. Nothing is sent
-        if a round has just ended.
+        part of it; the next call of `step` begins a new round. Nothing is sent if a
+        round has just ended.
 
         Raises
         ------
@@ -302,8 +299,7 @@ class SyncGroups:
     def _changes(self) -> list[Array]:
         """Return the outer gradients: outer parameters minus the group's parameters."""
         changes = [outer.component - own.component for own, outer in self._pairs]
-        # The difference of two NumPy arrays of shape () is a scalar: convert it to an
-        # array.
+        # The difference of two NumPy arrays of shape () is a scalar, not an array.
         return [array_module(change).asarray(change) for change in changes]
 
     def _begin(self, delay: int) -> None:
@@ -311,16 +307,15 @@ class SyncGroups:
         collectives, changes = self.collectives, self._changes()
         names = ", ".join(variable.name for variable, _ in self._pairs)
         what = f"mean over groups of {names}"
-        # The program's own learning rate schedule may fail on one rank here; the header
-        # of the next collective call reports that error to the other ranks.
+        # If the learning rate schedule fails on one rank, `_rate` notifies the others.
         self._rate = self.outer._rate(collectives)
         if not delay:
             self._use(collectives.batch_reduce(ReduceOp.MEAN, changes, what))
             self._take_outer()
         else:
-            # No rank waits for the headers of a pending sum, so ranks would miss a
-            # notice in them that the job will end. Therefore one more element of the
-            # sum is a flag for such a notice: see `_finish`.
+            # A header may contain a notice that the job will end, but no rank waits for
+            # the headers of a pending sum. Therefore one more element of the sum is a
+            # flag: it is not 0 if a rank has a notice; see `_finish`.
             told = array_module(changes[0]).zeros(1, np.float32)
             told += bool(getattr(collectives.channel, "notice", ""))
             given = [*changes, told]
@@ -361,18 +356,17 @@ class SyncGroups:
             try:
                 *gradients, told = started.wait()
                 if float(told[0]):
-                    # The flag is equal on all replicas, so all of them enter this
-                    # barrier, whose headers carry the notice.
+                    # The flag is equal on all replicas, so all replicas enter this
+                    # barrier, whose headers contain the notice.
                     self.collectives.barrier("notice to all groups")
                 self._use(gradients)
             except BaseException:
-                # The failed sum is lost, but the next round's sum includes this round's
-                # updates.
+                # This sum is lost; the next round's sum includes this round's updates.
                 self._counts.component[_UNDER_WAY] = -1
                 raise
 
     def _merge(self) -> None:
-        """Wait for the pending sum; add the outer parameters' change to the group's."""
+        """Wait for the pending sum; add the outer change to this group's parameters."""
         self._finish()
         self._add_changes()
         self._counts.component[_UNDER_WAY] = -1
@@ -380,8 +374,7 @@ class SyncGroups:
     @without_fp_warnings
     def _add_changes(self) -> None:
         for (variable, outer), start in zip(self._pairs, self._starts, strict=True):
-            # Write into the memory of `start`, because its values are not needed any
-            # more.
+            # The change overwrites `start`, whose values are not needed any more.
             change = np.subtract(outer.component, start.component, out=start.component)
             value = variable.component
             value += change
@@ -418,8 +411,7 @@ class SyncGroups:
     def close(self) -> None:
         """Close the strategy of the group and the strategy of all replicas.
 
-        Collective over all replicas. A second call does nothing.
-        """
+        Collective over all replicas. A second call does nothing."""
         self.strategy.close()
         self.everyone.close()
 
@@ -427,8 +419,7 @@ class SyncGroups:
         return self
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
-        # `close` is collective: after an error on this rank it could wait forever for
-        # ranks that do not call it.
+        # After an error on this rank, the other ranks may never call `close`.
         if kind is None:
             self.close()
 
@@ -441,7 +432,7 @@ class SyncGroups:
 
 
 def _plain(name: str, array: Array) -> Variable:
-    """Make a variable that belongs to no strategy, whatever scope the caller is in."""
+    """Make a variable that belongs to no strategy, even inside a strategy's scope."""
     token = push(None)
     try:
         return Variable(HostValue(array), trainable=False, name=name)

@@ -79,8 +79,7 @@ class Accumulation:
         """
         if self.steps == 1:
             return pairs
-        # Every variable gets a sum, even if its gradient is None, because making a sum
-        # is collective.
+        # Variables without a gradient get a sum, too, because making it is collective.
         self.build([variable for _, variable in pairs])
         assert self._calls is not None
         if self._start is None and strategy.raises_together:
@@ -114,9 +113,9 @@ class Accumulation:
         return [self._sum_and_count(variable)[0] for variable in self._pending.values()]
 
     def unclaimed(self) -> dict[str, bool]:
-        """Map the name of each restored sum without a variable to a flag.
+        """Map the name of each restored sum that waits for its variable to a flag.
 
-        The flag says whether this replica's part of the sum contains a gradient."""
+        The flag is True if this replica's part of the sum contains a gradient."""
         found = self._slots.waiting(_COUNT)
         return {name: bool(count.component) for name, count in found.items()}
 
@@ -192,10 +191,9 @@ class Accumulation:
     def defer(
         self, name: str, value: Array, strategy: Replicas | None, *, is_part: bool
     ) -> bool:
-        """Store restored sums or counts and return True; return False for other state.
+        """Store a restored sum or count and return True; return False for other state.
 
-        ``value`` is the total over all replicas, or with ``is_part`` this replica's
-        part.
+        ``value`` is the total over replicas, or with ``is_part`` this replica's part.
         """
         if name.partition("/")[0] not in (_SUM, _COUNT):
             return False
@@ -209,8 +207,7 @@ class Accumulation:
     def restored(self, num_replicas: int, now: int) -> bool:
         """Continue sums that ``num_replicas`` replicas saved, on ``now`` replicas.
 
-        Returns whether restored sums are dropped, because ``accumulate_steps`` is now
-        1.
+        Returns whether it drops restored sums, because ``accumulate_steps`` is now 1.
         """
         slots, self._start, self._pending = self._slots, None, {}
         counted = slots.waiting(_CALLS).get("", self._calls)
@@ -220,8 +217,8 @@ class Accumulation:
             return self.inherits
         if self.inherits:
             self._pending = {id(v): v for v, _ in slots.of_kind(_SUM)}
-        # For a mean, the sums will be divided by the present number of replicas, so
-        # they are scaled here.
+        # For a mean, the step will divide the sums by the present number of replicas
+        # instead of the number that saved them, so the sums are scaled here.
         if self._is_mean and now != num_replicas:
             sums = [slot for _, slot in slots.of_kind(_SUM)]
             sums += slots.waiting(_SUM).values()

@@ -22,8 +22,7 @@ class Adagrad(Optimizer):
     For a gradient ``g`` and the learning rate ``r``, each step adds ``g ** 2`` to the
     sum ``s`` and subtracts ``r * g / (sqrt(s) + epsilon)`` from the variable (Duchi,
     Hazan and Singer, Adaptive subgradient methods for online learning and stochastic
-    optimization, JMLR 12:2121-2159, 2011). A sparse gradient changes only the rows that
-    it contains.
+    optimization, JMLR 12:2121-2159, 2011). A sparse gradient changes only its rows.
 
     Parameters
     ----------

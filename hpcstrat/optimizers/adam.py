@@ -27,8 +27,7 @@ class Adam(Optimizer):
     arXiv:1412.6980, where ``t`` is the number of this step, from 1: ``m = beta_1 * m +
     (1 - beta_1) * g``, ``v = beta_2 * v + (1 - beta_2) * g ** 2``, and ``r * m' /
     (sqrt(v') + epsilon)`` is subtracted from the variable, where ``m' = m / (1 - beta_1
-    ** t)`` and ``v' = v / (1 - beta_2 ** t)``. A sparse gradient is zero outside of its
-    rows.
+    ** t)`` and ``v' = v / (1 - beta_2 ** t)``. Rows without a gradient have gradient 0.
 
     Parameters
     ----------
@@ -74,8 +73,7 @@ class Adam(Optimizer):
             return
         number = value.dtype.type
         if kept != 1:
-            # The decay is applied before the step, because it multiplies the variable's
-            # old value.
+            # The decay comes before the step: it multiplies the variable's old value.
             value *= number(kept)
         self._first_stage(step, gradient, *slots)
         gradient *= number(step.rate)
@@ -112,9 +110,7 @@ class Adam(Optimizer):
         return taken
 
     def _first_stage(self, step: Step, gradient: Array, *slots: Array) -> None:
-        """Update the moments, and overwrite the gradient with Adam's step.
-
-        The step is for a learning rate of 1."""
+        """Update the moments; overwrite the gradient with Adam's step for rate 1."""
         if self._in_one_pass((gradient, *slots), step):
             return
         m, v = slots
@@ -124,8 +120,7 @@ class Adam(Optimizer):
         )
         m *= number(self.beta_1)
         m += scratch
-        # The gradient is squared before it is scaled by (1 - beta_2), because the
-        # square of the scaled number could underflow.
+        # Square first: the square of a gradient scaled by (1 - beta_2) could underflow.
         gradient *= gradient
         gradient *= number(1 - self.beta_2)
         v *= number(self.beta_2)
@@ -136,8 +131,7 @@ class Adam(Optimizer):
         np.divide(m, scratch, out=gradient)
         gradient /= number(self._bias(step))
 
-    # Powers of beta are computed in double precision, because in float32
-    # ``1 - beta**number`` would lose digits.
+    # In float32, ``1 - beta**number`` would lose digits: compute in double precision.
 
     def _root(self, step: Step) -> float:
         return math.sqrt(1 - self.beta_2**step.number)
@@ -149,8 +143,7 @@ class Adam(Optimizer):
 class AdamWithDecay(Adam):
     """Base class of optimizers with weight decay, which can exclude some variables.
 
-    A variable is excluded if a regular expression in ``exclude`` matches a part of its
-    name.
+    A variable is excluded if a regular expression in ``exclude`` is found in its name.
     """
 
     def __init__(
@@ -168,8 +161,7 @@ class AdamWithDecay(Adam):
         super().__init__(learning_rate, beta_1, beta_2, epsilon, **options)
         self.weight_decay = weight_decay
         try:
-            # A str is a single pattern; iterating over it would use each letter as a
-            # pattern.
+            # A str is a single pattern, not a sequence of patterns of one letter.
             one = [exclude] if isinstance(exclude, str) else exclude
             self._exclude = [re.compile(pattern) for pattern in one]
         except (re.error, TypeError) as error:

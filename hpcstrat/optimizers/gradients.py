@@ -29,8 +29,7 @@ from hpcstrat.variables import Variable
 Gradient = Array | IndexedSlices
 Pairs = Sequence[tuple[Gradient | None, Variable]]
 
-# Number of elements that are squared at a time, so that computing a norm does not
-# allocate an array of the gradient's size.
+# Number of elements squared at a time, to allocate no array of the gradient's size.
 _BLOCK = 1 << 15
 
 
@@ -80,7 +79,9 @@ def _checked_gradient(gradient: Any, variable: Variable) -> Gradient:
 
 
 def _in_place_of(variable: Variable, array: Array, placed: bool) -> Array:
-    """Return a gradient on its variable's device; copy it if it has no device."""
+    """Return a gradient on its variable's device; raise an error for another device.
+
+    If ``placed`` is False, as for Python numbers, the gradient is copied instead."""
     component: Any = variable.component
     on_gpu = is_device(component)
     if on_gpu and not placed:
@@ -104,11 +105,10 @@ def _in_place_of(variable: Variable, array: Array, placed: bool) -> Array:
 
 
 def zero_gradient(variable: Variable, sparse: bool) -> Gradient:
-    """Return a gradient of zeros, or if ``sparse`` without rows, for a variable.
+    """Return a gradient of zeros for a variable; if ``sparse``, one without rows.
 
-
-    It is on the variable's device. In host memory, dense zeros are a read-only view of
-    a single zero."""
+    The gradient is on the variable's device. In host memory, dense zeros are a
+    read-only view of a single zero."""
     module = array_module(variable.component)
     if sparse:
         values = module.empty((0, *variable.shape[1:]), variable.dtype)
@@ -139,11 +139,9 @@ def sum_of_squares(array: Array) -> Any:
         return array_module(flat).sum(doubles * doubles)
     total = 0.0
     for start in range(0, flat.size, _BLOCK):
-        # The block is squared in double precision, because squares of large float32
-        # numbers overflow.
+        # Square in double precision, because squares of large float32 numbers overflow.
         block = flat[start : start + _BLOCK].astype(np.float64)
-        # np.dot is not used, because its order of summation depends on the BLAS and its
-        # threads.
+        # The order of summation of np.dot would depend on the BLAS and its threads.
         np.multiply(block, block, out=block)
         total += float(np.add.reduce(block))
     return total
@@ -157,10 +155,9 @@ def clip_to_norm(
     """Scale arrays in place so that their common norm is at most ``limit``.
 
     Returns the norm before scaling. If ranks have different arrays, ``total`` adds the
-    other ranks' sums of squares. If the norm is not finite, all elements become NaN, so
-    that the error is visible, as in tf.clip_by_global_norm. Method: Pascanu, Mikolov
-    and Bengio, On the difficulty of training recurrent neural networks, ICML 2013,
-    arXiv:1211.5063.
+    other ranks' sums of squares. If the norm is not finite, all elements become NaN, to
+    show the error, as in tf.clip_by_global_norm (Pascanu, Mikolov and Bengio, On the
+    difficulty of training recurrent neural networks, ICML 2013, arXiv:1211.5063).
     """
     squares: Any = total(sum(sum_of_squares(array) for array in arrays))
     if is_device(squares) and all(map(is_device, arrays)):
@@ -173,7 +170,7 @@ def clip_to_norm(
 
 
 def _clip_on_device(arrays: Sequence[Any], limit: float, squares: Any) -> Any:
-    """Clip with a squared norm that is on a GPU; the host does not wait for it."""
+    """Clip arrays, given their squared norm on a GPU, without waiting for the GPU."""
     module = array_module(squares)
     norm = module.sqrt(squares)
     factor = module.where(module.isfinite(norm), limit / norm, math.nan)
@@ -225,8 +222,7 @@ def require_names(variables: Iterable[Variable]) -> None:
 def checked(grads_and_vars: Iterable[tuple[Any, Variable]]) -> Pairs:
     """Return gradients as arrays of their variables' dtypes.
 
-    Raises ValueError for gradients of a wrong shape, dtype or device, before any
-    communication.
+    Raises ValueError for a wrong shape, dtype or device, before any communication.
     """
     pairs = [
         (None if gradient is None else _checked_gradient(gradient, variable), variable)
@@ -297,8 +293,7 @@ class Filling:
         a gradient for an unclaimed variable.
         """
         others = unclaimed or {}
-        # Row 0 marks dense gradients, row 1 sparse gradients; the rows are summed over
-        # all replicas.
+        # Row 0 marks dense gradients, row 1 sparse ones; both are summed over replicas.
         kinds = np.zeros((2, len(pairs) + len(others)), np.int64)
         kinds[0, len(pairs) :] = list(others.values())
         for index, (gradient, _) in enumerate(pairs):
@@ -313,8 +308,7 @@ class Filling:
         for index, (gradient, variable) in enumerate(pairs):
             agreed = gradient
             if isinstance(gradient, IndexedSlices) and dense[index]:
-                # Convert rows to a dense array, because another replica has a dense
-                # gradient of this variable.
+                # Another replica has a dense gradient of this variable.
                 agreed = gradient.to_dense()
             elif gradient is None and dense[index] + sparse[index]:
                 if shares is not None:
@@ -326,8 +320,7 @@ class Filling:
         return filled
 
     def _note(self, name: str) -> None:
-        # The warning is logged once for each variable, because an unused layer lacks a
-        # gradient in every step.
+        # Warn once per variable: an unused layer has no gradient in any step.
         if name not in self._noted:
             self._noted.add(name)
             get_logger("optimizers").warning(

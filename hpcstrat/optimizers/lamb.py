@@ -34,9 +34,8 @@ class LAMB(AdamWithDecay):
     epsilon : float
         Added to the denominator; positive.
     exclude : sequence of str
-        Regular expressions, such as ``"bias"``. For variables whose name contains a
-        match, there is no weight decay and the step is not scaled, as in the authors'
-        program.
+        Regular expressions, such as ``"bias"``. Variables whose name contains a match
+        have no weight decay and unscaled steps, as in the authors' program.
     **options : object
         See `Optimizer`.
 
@@ -85,8 +84,7 @@ class LAMB(AdamWithDecay):
             )
             norms = sum_of_squares(value), sum_of_squares(gradient)
             if is_device(value):
-                # The rate is computed on the GPU, because reading the norms would wait
-                # for the GPU in every step.
+                # Compute the rate on the GPU: reading the norms would wait for the GPU.
                 rate = _trusted(rate, *norms).astype(value.dtype)
             elif all(norms):
                 rate *= math.sqrt(norms[0]) / math.sqrt(norms[1])

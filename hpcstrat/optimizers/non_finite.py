@@ -2,8 +2,7 @@
 
 With the backends `Copies` and `Parts`, a combined gradient has the same bits on every
 replica, so all replicas detect the same gradients without a message. Other backends
-exchange the result in `UpdateBackend.all_finite`. Only the search for the replica that
-caused a NaN needs a collective call.
+exchange the result in `UpdateBackend.all_finite`.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from hpcstrat.optimizers.gradients import Gradient
 from hpcstrat.strategies import Strategy
 from hpcstrat.variables import Variable
 
-# Arrays of up to this size are copied into one array and tested together, because that
-# is faster than a test of each array.
+# Arrays of up to this size are copied into one array: one test is faster than many.
 _SMALL = 1024
 
 _ADVICE = (
@@ -34,7 +32,7 @@ _ADVICE = (
 
 
 class NonFinite:
-    """Policy for optimizer steps with gradients that are not finite."""
+    """Applies the setting ``non_finite`` to steps whose gradients are not finite."""
 
     def __init__(self) -> None:
         self.skipped = 0
@@ -60,8 +58,7 @@ class NonFinite:
             raise NonFiniteError(f"expected finite gradients, found that {message}")
         skips = policy == "skip"
         self.skipped += skips
-        # Only the steps at powers of two are logged, so that a broken run does not fill
-        # its log.
+        # Only steps at powers of two are logged: a broken run must not fill its log.
         if self._steps & (self._steps - 1) == 0:
             message = _describe(strategy, given, combined)
             if strategy.replica_id == 0:
@@ -100,9 +97,8 @@ def all_finite(arrays: Iterable[Array]) -> bool:
 
 def is_finite(flat: Array) -> bool:
     """Return whether all elements of a flat array are finite."""
-    # The fast test is one call of the BLAS, which supports only float32, float64 and
-    # their complex dtypes. If the sum of squares is not finite, it may have overflowed,
-    # so each element is tested.
+    # A sum of squares by the BLAS, which supports only these four dtypes, is the faster
+    # test. If the sum is not finite, it may have overflowed, so each element is tested.
     if flat.dtype.char in "fdFD" and math.isfinite(np.vdot(flat, flat).real):
         return True
     return bool(np.isfinite(flat).all())
@@ -117,7 +113,9 @@ def _describe(
     given: Sequence[Sequence[tuple[Any, Variable]]],
     combined: Sequence[Gradient],
 ) -> str:
-    """Describe the first gradient that is not finite, and the replicas it is from."""
+    """Describe the first gradient that is not finite, and the replicas that caused it.
+
+    Collective over the strategy's replicas."""
     bad = [
         index
         for index, array in enumerate(_arrays(combined))

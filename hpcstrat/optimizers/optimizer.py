@@ -42,8 +42,7 @@ from hpcstrat.variables import HostValue, Variable, class_for_state
 # Numbers for the handles of optimizers: a newer handle has a larger number.
 _handles = itertools.count()
 
-# Attributes that `Optimizer.rule` leaves out, because they belong to one process or to
-# its variables.
+# Attributes of one process or its variables, which `Optimizer.rule` leaves out.
 _STATEFUL = (
     "_slots",
     "_current",
@@ -82,8 +81,8 @@ class Optimizer(AnnouncesInitErrors, ABC):
         all gradients are scaled down.
     missing_gradients : {"error", "zeros"}
         Treatment of gradients that are None on some replicas only: raise a
-        CollectiveError that names the variable, or use zeros and log a warning once.
-        ``"zeros"`` costs a small message in each step.
+        CollectiveError that names the variable, or use zeros and log a warning once per
+        variable. ``"zeros"`` costs a small message in each step.
     sharded : bool
         Whether each rank stores state for only a part of the elements, updates that
         part, and receives the other parts from the other ranks (ZeRO stage 1). State
@@ -98,9 +97,8 @@ class Optimizer(AnnouncesInitErrors, ABC):
         The initial value of each kind of state, by the kind's name in checkpoints, such
         as ``{"momentum": 0.0}``; set by a subclass.
     elementwise : bool
-        Whether `update` updates each element by itself, so that several small variables
-        may be updated as one array. A subclass with its own `update` does not inherit
-        this value.
+        Whether `update` treats each element by itself, so that small variables may be
+        updated as one array. Subclasses with another `update` do not inherit this.
 
     Raises
     ------
@@ -185,12 +183,11 @@ class Optimizer(AnnouncesInitErrors, ABC):
             The variable's state, in the order of ``state``. A subclass may use a named
             parameter for each array instead.
         **named : object
-            Always empty; declared so that type checkers accept subclasses with other
-            parameters.
+            Always empty; lets type checkers accept subclasses with other parameters.
         """
 
     def _is_marked(self, name: str) -> bool:
-        """Return a mark of the variable that has this name.
+        """Return a mark of the variable ``name``, such as whether its value decays.
 
         Only small variables with equal marks are updated as one array."""
         return False
@@ -199,13 +196,12 @@ class Optimizer(AnnouncesInitErrors, ABC):
     def key(self) -> int:
         """The number that identifies this optimizer and its copies on other ranks.
 
-        For the library's own modules.
-        """
+        For the library's own modules."""
         iterations: Any = self.iterations
         return int(iterations.number)
 
     def _handle(self) -> tuple[str, int, Any]:
-        """Return a handle from which another rank makes a copy without state."""
+        """Return the data from which another rank makes a copy without state."""
         if self._servers is None:
             raise ValueError(
                 "expected an optimizer that was made in the strategy's scope, found "
@@ -218,8 +214,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
     def rule(self) -> tuple[type[Optimizer], dict[str, Any]]:
         """Return the class and options, without state, for a copy by `from_rule`.
 
-        For the library's own modules.
-        """
+        For the library's own modules."""
         own = vars(self).items()
         return type(self), {k: v for k, v in own if k not in _STATEFUL}
 
@@ -231,8 +226,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
     ) -> Optimizer:
         """Return an optimizer without state, from the result of `rule`.
 
-        For the library's own modules.
-        """
+        For the library's own modules."""
         kind, options = rule
         copied: Optimizer = object.__new__(kind)
         copied.__dict__.update(options, _buffers={})
@@ -244,10 +238,9 @@ class Optimizer(AnnouncesInitErrors, ABC):
         where: str = "with parameter servers",
         advice: str = "sum gradients in the function",
     ) -> None:
-        """Raise ValueError if gradients are accumulated in sums on this rank.
+        """Raise ValueError if ``accumulate_steps`` is above 1.
 
-        For the library's own modules.
-        """
+        For the library's own modules."""
         accumulation = vars(self).get("_accumulation")
         if accumulation is not None and accumulation.steps > 1:
             raise ValueError(
@@ -267,7 +260,8 @@ class Optimizer(AnnouncesInitErrors, ABC):
         """Combine the gradients of all replicas and update the variables in place.
 
         Collective over the strategy's replicas: call it inside ``strategy.run``. With
-        ``accumulate_steps`` above 1, only the last call of each step communicates.
+        ``accumulate_steps`` above 1, only the last call of each step communicates, and
+        any call that makes the sums of new variables.
 
         After an error, a replica restarts its accumulation with empty sums. With
         ``on_error="raise"``, all replicas restore the sums from before this ``run``,
@@ -306,8 +300,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
     ) -> bool:
         """Make a step on the calling ranks, with the strategy's update backend.
 
-        Collective over the strategy's replicas. For the library's own modules.
-        """
+        Collective over the strategy's replicas. For the library's own modules."""
         entry = current()
         if entry is not None and not entry.replica_context:
             raise RuntimeError(
@@ -325,8 +318,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         collectives = strategy.collectives
         try:
             given = list(grads_and_vars)
-            # A step with the same variables and kinds of gradients as the last step is
-            # not checked.
+            # Gradients with the last step's variables, shapes and dtypes need no check.
             routine = self._routine
             if routine is not None and not routine.fits(strategy, given):
                 routine = None
@@ -338,8 +330,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         try:
             if routine is not None:
                 return self._combine_and_update(collectives, [given], routine)
-            # Checkpoints save the state of these variables, but not of deleted
-            # variables.
+            # Checkpoints omit the state of other variables if the program deleted them.
             self._current = frozenset(id(variable) for _, variable in added)
             pairs = self._accumulation.add(added, strategy)
             if pairs is None:
@@ -372,16 +363,14 @@ class Optimizer(AnnouncesInitErrors, ABC):
             return updated
 
         def act(given: list[Pairs]) -> list[bool]:
-            # The update runs as a collective call, so that an error on one rank is
-            # raised on all ranks.
+            # In a collective call, an error on one rank is raised on all ranks.
             made = strategy.collectives.call("apply_gradients", update, given)
             return [made] * len(given)
 
         updated: bool = strategy.meetings.meet(label, act, present)
         return updated
 
-    # `apply_combined` is not decorated as collective, because the program has already
-    # combined the gradients.
+    # Not decorated as collective: the program has already combined the gradients.
     def apply_combined(
         self, grads_and_vars: Iterable[tuple[Any, Variable]], rate: float | None = None
     ) -> bool:
@@ -456,8 +445,8 @@ class Optimizer(AnnouncesInitErrors, ABC):
         present = [(g, v) for g, v in pairs if g is not None]
         routine = self._planned(present, self._label(pairs))
         updated = self._combine_and_update(collectives, [present], routine)
-        # Store the routine: the next step of the same kind needs no checks and no
-        # label.
+        # Keep the routine, so that a next step with the same variables, shapes and
+        # dtypes needs no checks and no label.
         dense = not any(g is None or isinstance(g, IndexedSlices) for g, _ in pairs)
         plain = dense and not self._fills and sums.steps == 1
         self._routine = routine if plain else None
@@ -486,7 +475,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         rate = self.learning_rate
         if callable(rate):
             try:
-                # The program's function may fail on this rank only.
+                # If the function fails on this rank only, `fail` notifies the others.
                 rate = rate(int(self.iterations.component))
             except Exception as error:
                 collectives.fail("apply_gradients", error)
@@ -529,8 +518,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
     def arrays_of(self, variable: Variable, sharded: bool) -> list[Array]:
         """Return the arrays of a variable and of its state; make missing state.
 
-        For the library's own modules.
-        """
+        For the library's own modules."""
         state = [
             self._slots.get(kind, variable, initial, sharded=sharded).component
             for kind, initial in self.state.items()
@@ -555,8 +543,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         label = self._labels.get(key)
         if label is None:
             names = ", ".join(v.name for g, v in pairs if g is not None)
-            # Missing gradients are named first, because long labels are truncated at
-            # the end.
+            # Missing gradients are named first: long labels are truncated at the end.
             without = ", ".join(v.name for g, v in pairs if g is None)
             without = f" without gradients for {without}," if without else ""
             label = self._labels[key] = f"apply_gradients{without} to {names}"
@@ -564,8 +551,8 @@ class Optimizer(AnnouncesInitErrors, ABC):
 
     def _scratch(self, like: Array) -> Array:
         """Return an array of the same shape and dtype, which later calls reuse."""
-        # Because variables are updated one by one, a single buffer of the largest size
-        # is enough for each dtype.
+        # One buffer per dtype, of the largest size, is enough, because variables are
+        # updated one after the other.
         key = is_device(like), like.dtype
         buffer = self._buffers.get(key)
         if buffer is None or buffer.size < like.size:
@@ -624,10 +611,9 @@ class Optimizer(AnnouncesInitErrors, ABC):
         return {"iterations": self.iterations, **dict(sorted(rest.items()))}
 
     def checkpoint_spellings(self, name: str) -> list[str]:
-        """Return the names that state may have in files.
+        """Return the names under which a checkpoint may contain the state ``name``.
 
-        For the library's own modules.
-        """
+        For the library's own modules."""
         return spellings(unescaped(name))
 
     def checkpoint_defer(
@@ -651,11 +637,10 @@ class Optimizer(AnnouncesInitErrors, ABC):
             servers.wait(self)
 
     def checkpoint_reset(self, names: Sequence[str]) -> None:
-        """Reset the state of these names to its initial values.
+        """Reset the state variables with these names to their initial values.
 
-        A restore calls this method for state that the checkpoint does not contain,
-        because the checkpoint was saved before that state was made. For the library's
-        own modules.
+        A restore calls this method for state that was made after the checkpoint had
+        been saved. For the library's own modules.
         """
         variables = self.checkpoint_variables()
         for name in names:
@@ -670,16 +655,14 @@ class Optimizer(AnnouncesInitErrors, ABC):
     def checkpoint_target(self, name: str) -> Variable | None:
         """Return the variable on parameter servers for the state of a name, or None.
 
-        For the library's own modules.
-        """
+        For the library's own modules."""
         servers = self._servers
         return None if servers is None else servers.find(self, name)
 
     def take_restored(self, name: str) -> Array | None:
         """Remove and return restored state that waits for its variable, or None.
 
-        For the library's own modules.
-        """
+        For the library's own modules."""
         return self._slots.take(name)
 
     @property
@@ -689,7 +672,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         return iterations.distribute_strategy.slots if iterations.is_remote else None
 
     def checkpoint_restored(self, num_replicas: int, now: int) -> None:
-        """Prepare to continue from restored state; for the library's own modules."""
+        """Prepare the next step after a restore; for the library's own modules."""
         if (servers := self._servers) is not None:
             servers.restored(self)
         if self._accumulation.restored(num_replicas, now):

@@ -57,8 +57,7 @@ def require_range(
     """Raise ValueError unless ``least <= value < below``.
 
     NaN is always an error. With ``open_below``, ``least`` itself is an error, too."""
-    # The condition is written with ``not``, because NaN would pass the opposite
-    # comparisons.
+    # The condition is written with ``not``, because every comparison with NaN is false.
     if not least <= value < below or (open_below and value == least):
         sign = ">" if open_below else ">="
         end = "" if below == math.inf else f" and < {below}"

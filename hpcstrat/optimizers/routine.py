@@ -20,10 +20,10 @@ from hpcstrat.optimizers.sharding import Parts
 from hpcstrat.strategies.update_backends import UpdateBackend
 from hpcstrat.variables import Variable
 
-# Arrays of up to this size are copied into one array and back, because NumPy calls for
-# each array take longer. With 20 arrays of 4,096 elements a step then takes half the
-# time, with 20 arrays of 64 elements a quarter. A bundle and its state fit into the
-# cache.
+# Arrays of up to `_SMALL` elements are copied into one array, updated there, and copied
+# back, because NumPy calls for each array take longer: a step with 20 arrays of 4,096
+# elements then takes half the time, with 20 arrays of 64 elements a quarter. A bundle
+# of `_MOST_IN_BUNDLE` elements and its state fit into the cache.
 _SMALL = 4096
 _MOST_IN_BUNDLE = 1 << 16
 
@@ -69,9 +69,7 @@ class Bundle:
 
 
 def _bundles(rule: Any, targets: list[Target]) -> list[Bundle]:
-    """Return bundles of the small variables.
-
-    The variables of a bundle have the same dtype and the same ``rule._is_marked``."""
+    """Return bundles of small variables with equal dtypes and ``rule._is_marked``."""
     groups: dict[Any, list[list[int]]] = {}
     if not is_of_elements(type(rule)):
         return []
@@ -88,7 +86,7 @@ def _bundles(rule: Any, targets: list[Target]) -> list[Bundle]:
 
 
 class Routine:
-    """The plan of all steps that have the same variables and kinds of gradients.
+    """The plan of all steps that have the same variables, shapes and dtypes.
 
     The plan keeps references to the arrays of the variables and of their state, which
     are never replaced. In a step, `UpdateBackend.reduce` combines gradients, and then
@@ -119,8 +117,7 @@ class Routine:
         self.steps: list[Step] = []
         self.bundles: list[Bundle] = []
         self.apart: list[int] = []
-        # All combined gradients in one flat array, if all are bundled and have one
-        # dtype.
+        # All combined gradients in one array, if all are bundled and have one dtype.
         self.flat: Array | None = None
 
     @without_fp_warnings
@@ -143,14 +140,12 @@ class Routine:
         reduced = backend.gradients_here(reduced)
         if not self.begun:
             self._begin(optimizer, given[0], reduced)
-        # Rules receive the number of this step, counted from 1, because Adam's bias
-        # correction is undefined for step 0.
+        # Steps count from 1: Adam's bias correction would divide by 0 in step 0.
         number = int(optimizer.iterations.component) + 1
         for step in self.steps:
             step.rate, step.number = rate, number
         backend.update(optimizer, reduced, self)
-        # The step count is written last, so that it is unchanged after an error in a
-        # rule.
+        # The step count is written last: after an error in a rule, it is unchanged.
         optimizer.iterations.component[...] = number
         return True
 
@@ -164,12 +159,11 @@ class Routine:
             finite = is_finite(self.flat)
         if self.backend.all_finite(finite):
             return False
-        # Whole gradients are needed to find the first gradient that is not finite.
+        # All elements are gathered, to find the first that is not finite.
         whole = self.backend.gather_whole(
             reduced, [gradient for gradient, _ in given[0]]
         )
-        # All replicas decide in the same way, because the combined gradients have the
-        # same bits on every replica.
+        # All replicas decide in the same way: combined gradients have the same bits.
         dealing: NonFinite = optimizer._non_finite
         return dealing.refuses(self.non_finite, self._strategy, given, whole)
 
@@ -193,7 +187,7 @@ class Routine:
         self.begun = True
 
     def repeat(self) -> None:
-        """Prepare the following steps to sum gradients into the same arrays."""
+        """Prepare further steps, which sum gradients into the arrays ``sums``."""
         on_gpu = any(is_device(wholes[0]) for _, wholes in self.targets)
         if on_gpu or not self.backend.sums_in_place:
             return

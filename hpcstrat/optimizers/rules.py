@@ -11,11 +11,10 @@ from hpcstrat.engine.settings import Settings
 
 @functools.cache
 def compiled_rules() -> ModuleType | None:
-    """Return the module of compiled update rules, or None.
+    """Return the module of compiled update rules; None if it is not installed.
 
-    It is None if the module is not installed, or with ``HPCSTRAT_NATIVE=0``. The
-    results have the same bits as those of the NumPy rules, so some ranks may use
-    compiled rules and others NumPy.
+    Also None with ``HPCSTRAT_NATIVE=0``. Compiled rules and NumPy rules have results
+    with the same bits, so some ranks may use compiled rules and others NumPy.
     """
     return load_update_rules() if Settings().resolved().native else None
 

@@ -16,10 +16,10 @@ class SGD(Optimizer):
     """Stochastic gradient descent, with or without momentum.
 
     Each step computes ``v = m * v - r * g`` from the momentum ``m``, learning rate
-    ``r`` and gradient ``g``, and adds ``v`` to the variable, or in Nesterov's form ``m
-    * v - r * g`` (Sutskever et al., On the importance of initialization and momentum in
-    deep learning, ICML 2013, PMLR 28(3):1139-1147). Without momentum, a sparse gradient
-    changes only the rows that it contains.
+    ``r`` and gradient ``g``, and adds ``v`` to the variable. Nesterov's form adds
+    ``m * v - r * g`` instead, with the new ``v`` (Sutskever et al., On the importance
+    of initialization and momentum in deep learning, ICML 2013, PMLR 28(3):1139-1147).
+    Without momentum, a sparse gradient changes only the rows that it contains.
 
     Parameters
     ----------
@@ -68,7 +68,6 @@ class SGD(Optimizer):
             arrays, factors = (gradient, value, *slots), (-step.rate, self.momentum)
             if rules.sgd(arrays, factors, self.nesterov):
                 return
-        # The gradient array is overwritten, so that no new array is needed.
         gradient *= number(-step.rate)
         if not slots:
             value += gradient

@@ -13,7 +13,7 @@ from hpcstrat.variables import exchange_parts, part_of_rank
 
 
 class Parts(Copies):
-    """A backend: each rank updates a part of each variable, and stores its state.
+    """A backend: each rank updates a part of each variable, and has that part's state.
 
     This is ZeRO stage 1 (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054). A
     rule with two stages runs its first stage on parts; the ranks exchange the results,
@@ -37,8 +37,7 @@ class Parts(Copies):
         strategy, wholes = self._strategy, self._wholes
         arrays = [variable.component for variable in self._variables]
         in_two = has_two_stages(type(optimizer))
-        # Errors are raised on all ranks, because the other ranks wait for this rank's
-        # parts.
+        # Errors are raised on all ranks, which wait for this rank's parts.
         with strategy.collectives.all_raise(self._label):
             if in_two:
                 targets = zip(gradients, routine.targets, strict=True)
@@ -61,8 +60,7 @@ class Parts(Copies):
 def shards(optimizer: Any, strategy: Any) -> bool:
     """Return whether each rank has state for only a part of the elements.
 
-    Raises ValueError if the optimizer has ``sharded=True`` but the strategy's variables
-    cannot be divided.
+    Raises ValueError with ``sharded=True`` if the variables cannot be divided.
     """
     if not optimizer._sharded or strategy.num_ranks == 1:
         return False

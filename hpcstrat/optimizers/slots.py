@@ -1,8 +1,9 @@
 """State that optimizers keep for each variable, and the state's names in checkpoints.
 
-State belongs to a variable object, not to its name, because two variables may have the
-same name. Checkpoints store state by name: restored state waits until the program
-updates a variable of that name.
+Each variable has an array of each kind of state, such as ``momentum``. State belongs to
+a variable object, not to its name, because two variables may have the same name.
+Checkpoints store state by ``<kind>/<variable name>``: restored state waits until the
+program updates a variable of that name.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from hpcstrat.variables import HostValue, ShardedVariable, Variable, class_for_s
 
 _NONE = VariableAggregation.NONE
 
-# A / in a variable's name makes groups of HDF5. A name is escaped if its groups would
-# clash with a dataset: "dense" cannot be both a dataset and the group of "dense/bias".
+# A / in a variable's name creates groups in an HDF5 file. A name is escaped if a group
+# would be named like a dataset: "dense" cannot be a dataset if there is a "dense/bias".
 _ESCAPES = {"%": "%25", "/": "%2F", ".": "%2E", "\0": "%00"}
 
 
 class _Owned:
-    """The state of one variable, by kind; the reference to the variable is weak."""
+    """One variable's optimizer state, by kind, and a weak reference to the variable."""
 
     __slots__ = ("kinds", "name", "variable")
 
@@ -58,7 +59,7 @@ class Slots:
         return copied
 
     def find(self, kind: str, variable: Variable) -> Variable | None:
-        """Return a variable's state of a kind; None if the state was not made."""
+        """Return a variable's state of the given kind; None if it was not made yet."""
         owned = self._owned.get(id(variable))
         return None if owned is None else owned.kinds.get(kind)
 
@@ -78,8 +79,7 @@ class Slots:
                 full = array_module(component).full
                 array = full(variable.shape, initial, variable.dtype)
             else:
-                # A single element is broadcast, so that the initial value needs no
-                # memory.
+                # A single element is broadcast, to allocate no memory.
                 element = np.full((), initial, variable.dtype)
                 array = np.broadcast_to(element, variable.shape)
             slot = self.make(kind, variable, array, sharded=sharded)
@@ -97,9 +97,8 @@ class Slots:
         """Make a variable's state, or use restored state that waits for its name.
 
         Collective over the strategy's replicas. With an ``aggregation`` each replica
-        has its own part, and checkpoints contain the combined value, so that a restore
-        works on any number of replicas. Raises ValueError if the restored value has
-        another shape.
+        has its own part, and checkpoints contain the combined value, for any number of
+        replicas. Raises ValueError for a restored value of another shape.
         """
         name, strategy = f"{kind}/{variable.name}", variable.distribute_strategy
         on_read = aggregation is not _NONE
@@ -118,8 +117,7 @@ class Slots:
             slot = _made(name, strategy, array, aggregation, each_has=on_read)
         owned = self._owned.get(id(variable))
         if owned is None:
-            # The callback does not use a method of this object, which would keep the
-            # object alive.
+            # A method of this object as callback would keep the object alive.
             forget, number = self._owned.pop, id(variable)
             owned = _Owned(variable, lambda _: forget(number, None))
             self._owned[number] = owned
@@ -129,8 +127,7 @@ class Slots:
     def count(self, name: str, strategy: Replicas) -> Variable:
         """Return a counter that belongs to the optimizer, not to one variable.
 
-        Collective over the strategy's replicas, unless the counter has been restored.
-        """
+        Collective over the strategy's replicas."""
         zero = np.zeros((), np.int64)
         slot = self._claimed(name, strategy, zero, each_has=True)
         return _made(name, strategy, zero, each_has=True) if slot is None else slot
@@ -147,13 +144,13 @@ class Slots:
         """Remove and return the restored state of this name, or return None.
 
         Collective over the strategy's replicas if there is restored state. With
-        ``each_has`` each replica has its own component of it, under every strategy.
+        ``each_has`` each replica has its own component, under every strategy.
         """
         found = next((n for n in spellings(name) if n in self._waiting), None)
         if found is None:
             return None
         if strategy is not None:
-            # The barrier ensures that all ranks use the restored state or none.
+            # After the barrier, either all ranks use the restored state or none does.
             strategy.collectives.barrier(f"restored state {name}")
         saved = self._waiting[found]
         if saved.shape != array.shape:
@@ -188,12 +185,12 @@ class Slots:
         self._waiting[name] = slot
 
     def take(self, name: str) -> Array | None:
-        """Remove and return restored state of a name; None if none waits."""
+        """Remove and return the restored state called ``name``; None if none waits."""
         found = next((n for n in spellings(name) if n in self._waiting), None)
         return None if found is None else self._waiting.pop(found).component
 
     def waiting(self, kind: str) -> dict[str, Variable]:
-        """Return waiting restored state of a kind, by the name of its variable."""
+        """Return the waiting restored state of the given kind, by variable name."""
         kinds = {n: n.partition("/") for n in self._waiting}
         return {
             rest: self._waiting[name]
@@ -223,8 +220,7 @@ class Slots:
             if owned.variable() is not None:
                 kinds = owned.kinds.items()
                 found += [(f"{kind}/{owned.name}", slot) for kind, slot in kinds]
-        # Names are sorted, so that the error about a duplicate name is the same on
-        # every replica.
+        # Names are sorted, so that a duplicate name's error is equal on every replica.
         found.sort(key=lambda item: item[0])
         names = file_names([name for name, _ in found])
         return dict(zip(names, [slot for _, slot in found], strict=True))
@@ -240,13 +236,13 @@ class Slots:
             gc.collect()
 
     def drop(self, *kinds: str) -> None:
-        """Delete restored state of some kinds that still waits for its variables."""
+        """Delete the restored state of these kinds that still waits for variables."""
         for name in list(self._waiting):
             if name.partition("/")[0] in kinds:
                 del self._waiting[name]
 
     def clear(self, *kinds: str) -> None:
-        """Set this replica's state of some kinds to zero, for all variables."""
+        """Set this replica's state of these kinds to zero, for all variables."""
         for kind in kinds:
             slots = [slot for _, slot in self.of_kind(kind)]
             for slot in (*slots, *self.waiting(kind).values()):
@@ -273,8 +269,7 @@ def _made(
     """Make a variable for state; collective unless ``is_own`` and ``each_has``."""
     on, on_read = VariableSynchronization, aggregation is not _NONE
     on_host = not is_device(array)
-    # The variable is made in the strategy's scope, because a step runs in replica
-    # context.
+    # Steps run in replica context, but variables are made in a scope.
     token = push(None if strategy is None else strategy.cross_entry)
     try:
         kind = class_for_state(on_read=on_read) if each_has else Variable
@@ -311,8 +306,7 @@ def spellings(name: str) -> list[str]:
 def file_names(names: Sequence[str]) -> list[str]:
     """Return, for each name ``<kind>/<name>``, a name that HDF5 allows for a dataset.
 
-    The result depends on the set of names, not on their order. Most names stay
-    unchanged.
+    The result depends on the set of names, not on their order. Most names are kept.
     """
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class Strategy(OlderMethods):
-    """Base class with the methods that all strategies share.
+    """Base class of all strategies, with the methods that they share.
 
     Programs create an instance of a subclass, such as `MirroredStrategy`. Collective
     methods raise RuntimeError inside a replica function.
@@ -60,13 +60,13 @@ class Strategy(OlderMethods):
     Parameters
     ----------
     collectives : Collectives, optional
-        The collective calls between the processes; default: those of a single process.
+        Makes the collective calls between the processes; default: for a single process.
     rank : int
         The number of this process among the strategy's processes.
     device : str
-        The device of this process.
+        Name of this process's device, such as ``"CPU:0"``.
     logical_replicas : int, optional
-        Total number of replicas of all processes; default: one for each process.
+        Total number of replicas in all processes; default: one in each process.
     on_error : str
         ``"abort"``: an exception in a replica function is raised only on the replica in
         which it occurred, and ends the job if the program does not catch it.
@@ -85,19 +85,19 @@ class Strategy(OlderMethods):
         The replicas of this process.
     """
 
-    # Subclasses override these attributes and the four methods after the constructor.
-    # Other modules read these attributes and never test the class of a strategy.
+    # Subclasses override these attributes, and the methods from `variable_class` to
+    # `apply_gradients`. Other modules never test the class of a strategy.
     is_default = False
     # True if there may be several replicas, so that values are distributed values.
     distributes = True
     # True if each rank of a job runs an independent program, with its own variables.
     ranks_are_independent = False
     # True if every step sums gradients over the replicas. The integrations of PyTorch,
-    # JAX and Keras refuse strategies that do not.
+    # JAX and Keras refuse strategies for which this is False.
     sums_each_step = True
     # True if variables and batches in host memory are copied to this replica's GPU.
     puts_on_gpu = False
-    # True if this rank may have a CheckpointManager.
+    # True if this rank may make a CheckpointManager.
     saves_checkpoints = True
 
     def __init__(
@@ -118,19 +118,18 @@ class Strategy(OlderMethods):
         self.logical = logical_replicas is not None
         self.replicas = LocalReplicas(self, self._ranks, rank, logical_replicas)
         self.local_replicas = self.replicas.block
-        # The collective calls between logical replicas. None if each process runs one
-        # replica, because the calls between processes are enough then.
+        # Makes the collective calls between logical replicas. None if replicas are not
+        # logical; also None on one or two ranks with one replica each, because calls
+        # between the ranks then return the same bits.
         self.meetings = self.replicas.meetings
         self.cross_entry = self.replicas.cross_entry
         self.raises_together = on_error == "raise"
-        # Writes a digest of the variables at each call of `run`. It is used only on
-        # rank 0, if the settings request digests; otherwise it is None.
+        # Writes a digest of the variables at each call of `run`, on rank 0 only; None
+        # on other ranks, and if the settings do not request digests.
         self.digests: StepDigests | None = None
-        # Functions to call once at the end of the current `run`. Their argument says
-        # whether the run failed.
+        # Functions to call at the end of the current `run`, with True if it failed.
         self.run_ends: list[Callable[[bool], None]] = []
-        # The division of the replicas into groups; None if all replicas are one sync
-        # group.
+        # The division of the replicas into groups; None if there is one sync group.
         self.split: Split | None = None
         self._settings: Settings | None = None
 
@@ -140,7 +139,7 @@ class Strategy(OlderMethods):
         return SyncOnReadVariable if on_read else MirroredVariable
 
     def variable_made(self, variable: MirroredVariable) -> None:
-        """Register a new variable, whose copies the divergence checks then compare.
+        """Add a new variable to those whose copies the divergence checks compare.
 
         Logically collective over the strategy's replicas. For the library's own
         modules.
@@ -149,15 +148,13 @@ class Strategy(OlderMethods):
     def update_backend(self) -> type[UpdateBackend]:
         """Return the `UpdateBackend` class that makes this strategy's optimizer steps.
 
-        For the library's own modules.
-        """
+        For the library's own modules."""
         return Copies
 
     def apply_gradients(self, optimizer: Any, grads_and_vars: Any) -> bool:
         """Make one step of an optimizer, on these ranks or on parameter servers.
 
-        Collective over the strategy's replicas. For the library's own modules.
-        """
+        Collective over the strategy's replicas. For the library's own modules."""
         return bool(optimizer.apply_here(self, grads_and_vars))
 
     @property
@@ -167,9 +164,9 @@ class Strategy(OlderMethods):
 
     @property
     def replica_id(self) -> int:
-        """Number of the running replica.
+        """Number of the replica whose function is running in this process.
 
-        If no replica function is running, number of this process's first replica."""
+        While no replica function runs, the number of the process's first replica."""
         block = self.local_replicas
         if len(block) == 1:
             return block.start
@@ -179,10 +176,9 @@ class Strategy(OlderMethods):
 
     @property
     def collectives(self) -> Any:
-        """Collective calls between replicas; in cross-replica context, between ranks.
+        """Object for collective calls of replicas (of ranks in cross-replica context).
 
-        For the library's own modules.
-        """
+        For the library's own modules."""
         if self.meetings is not None:
             entry = current()
             if entry is not None and entry.strategy is self and entry.replica_context:
@@ -196,7 +192,7 @@ class Strategy(OlderMethods):
 
     @property
     def topology(self) -> Topology:
-        """The communicators of the replicas; freed by `close`."""
+        """The communicators of the replicas, which `close` frees."""
         raise RuntimeError(
             f"expected a strategy on MPI, found {self!r}, which has no communicators; "
             "use MirroredStrategy or MultiWorkerMirroredStrategy"
@@ -209,7 +205,7 @@ class Strategy(OlderMethods):
 
     @property
     def lost_ranks(self) -> tuple[int, ...] | None:
-        """The ranks that are known to have died; None if no rank has died."""
+        """The ranks that are known to have died; None before a loss is detected."""
         return None
 
     @property
@@ -220,9 +216,8 @@ class Strategy(OlderMethods):
     @property
     def settings(self) -> Settings:
         """The settings of timeouts and checks; the same on every replica."""
-        # Settings are not resolved in the constructor, because wrong environment
-        # variables raise an error, and the import of the package, which makes the
-        # default strategy, must not fail.
+        # Settings are not resolved in the constructor: importing the package makes the
+        # default strategy, and would fail if an environment variable were wrong.
         if self._settings is None:
             self._settings = Settings().resolved()
         return self._settings
@@ -241,8 +236,7 @@ class Strategy(OlderMethods):
         Raises
         ------
         RuntimeError
-            If called inside a replica function, or inside the scope of another
-            strategy.
+            If called inside a replica function, or in another strategy's scope.
         """
         entry = current()
         if entry is not None:
@@ -289,8 +283,7 @@ class Strategy(OlderMethods):
         """Call a function once on every replica.
 
         Logically collective over the strategy's replicas: all must call ``run``, but
-        the call does not communicate by itself. With ``on_error="raise"`` the end of
-        the call is collective.
+        the call communicates only with ``on_error="raise"``, at its end.
 
         Parameters
         ----------
@@ -325,7 +318,7 @@ class Strategy(OlderMethods):
             self.digests.record()
         channel = self.collectives.channel
         # The call is counted before anything can fail, so that the step counts in the
-        # headers show which rank skipped a step.
+        # headers differ only if a rank did not call `run`.
         if channel is not None:
             if channel.elsewhere is not None:
                 channel.elsewhere()
@@ -349,42 +342,40 @@ class Strategy(OlderMethods):
         return result
 
     def _end_run(self, failed: bool) -> None:
-        # The list is emptied before the calls: if a function raises, the next run must
-        # not call it again.
+        # Empty the list first: if a function raises, the next run must not call it.
         ends, self.run_ends = self.run_ends, []
         for function in ends:
             function(failed)
 
     def together(self, what: str) -> AbstractContextManager[None]:
-        """Return a context manager around code that all replicas run.
+        """Return a context manager for a block of code that all replicas run.
 
         With ``on_error="raise"`` the end of the block is collective over the strategy's
-        replicas: an error on one replica is raised on all. For the library's own
-        modules.
+        replicas: all raise an error of one replica. For the library's own modules.
         """
         return self.collectives.section(what) if self.raises_together else _ALONE
 
     def require_idle(self, what: str) -> None:
-        """Raise an error if functions still run; for the library's own modules."""
+        """Raise an error if scheduled functions run; for the library's own modules."""
 
     def expect_slow(self, seconds: float) -> AbstractContextManager[None]:
         """Let other ranks wait longer for this replica before they warn or give up.
 
-        Not collective: any replica may make this call, in any context.
-        ``timeout_seconds`` of a call still applies.
+        Not collective: any replica may make this call, in any context. The option
+        ``timeout_seconds`` of a collective call still applies.
 
         Parameters
         ----------
         seconds : float
-            How long the block may take. When this replica waits, and when another rank
-            waits for it, ``warn_seconds`` and ``limit_seconds`` are counted from the
-            end of the block or from ``seconds`` after its start, whichever is earlier.
+            How long the block may take. Waits for this replica, and this replica's own
+            waits, then count ``warn_seconds`` and ``limit_seconds`` from the end of the
+            block, or from ``seconds`` after the block's start if that is earlier.
 
         Returns
         -------
         context manager
             Use it in a ``with`` statement around the slow code. If such blocks are
-            nested, the longest ``seconds`` count.
+            nested, the block whose ``seconds`` end last counts.
 
         Raises
         ------
@@ -409,8 +400,8 @@ class Strategy(OlderMethods):
         if not self.raises_together:
             yield
             return
-        # If the change fails on another replica only, this replica undoes its change,
-        # too.
+        # The old values are needed even if the change succeeds here: this replica
+        # undoes its change if the change fails on another replica.
         before = [component.copy() for component in variable.components]
         try:
             with self.together(f"{what} of variable {variable.name!r}"):
@@ -440,15 +431,13 @@ class Strategy(OlderMethods):
             A value that is not distributed is this rank's contribution. Without
             ``axis``, ``value`` may be a nested structure.
         axis : int or tuple of int, optional
-            Also reduce over these dimensions of each replica's array. The lengths of
-            these dimensions may differ between replicas; ``MEAN`` is then the mean of
-            all elements.
+            Also reduce over these dimensions of each replica's array. Their lengths may
+            differ between replicas; ``MEAN`` is then the mean of all elements.
         out : ndarray or tree of ndarray, optional
             Arrays that receive the results; not with ``axis``. They must be writable,
             have the structure, shapes and dtypes of the result, and share no memory
             with each other; any memory order is allowed. ``out=value`` reduces in
-            place. Host arrays of other libraries with DLPack, such as tensors of
-            PyTorch, are allowed.
+            place. Host arrays with DLPack, such as PyTorch's tensors, are allowed.
 
         Returns
         -------
@@ -460,8 +449,8 @@ class Strategy(OlderMethods):
         ------
         ValueError
             For an unknown operation, an axis out of range, a dtype that cannot be
-            summed, the ``SUM`` of a Mirrored value, or an ``out`` of another structure,
-            shape or dtype.
+            summed, the ``SUM`` of a Mirrored value, or an ``out`` that does not fit the
+            result.
         TypeError
             If ``axis`` is not an integer or a tuple of integers, or if ``value`` is a
             nested structure and ``axis`` is given.
@@ -548,10 +537,11 @@ class Strategy(OlderMethods):
         return part_of(tree, index, variables=True)
 
     def experimental_local_results(self, value: Tree) -> tuple[Any, ...]:
-        """Return the components of a distributed value on this worker's replicas.
+        """Return the components of a distributed value that belong to local replicas.
 
-        Not collective, except that on a MirroredStrategy or CentralStorageStrategy the
-        call is collective over the strategy's replicas.
+        Not collective: local replicas are those of this process. But on a
+        MirroredStrategy or CentralStorageStrategy the call is collective over the
+        strategy's replicas, and local replicas are those of this worker.
 
         Parameters
         ----------
@@ -561,7 +551,7 @@ class Strategy(OlderMethods):
         Returns
         -------
         tuple
-            One value or structure for each replica; ``(value,)`` for a plain value.
+            One value or structure per local replica; ``(value,)`` for a plain value.
         """
         distributed = not is_leaf(value) or isinstance(value, DistributedValues)
         return self._local_results(value, self.replicas.parts(value), distributed)
@@ -586,8 +576,8 @@ class Strategy(OlderMethods):
         Returns
         -------
         tree
-            The function's results with PerReplica leaves, even if there is only one
-            replica.
+            The function's results with PerReplica leaves; plain leaves with the default
+            strategy and OneDeviceStrategy.
         """
         what = "experimental_distribute_values_from_function"
         with self.together(what):
@@ -627,14 +617,14 @@ class Strategy(OlderMethods):
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> DealtDataset:
-        """Distribute per-replica batches that a function makes for each worker.
+        """Return a data set of the per-replica batches that a function makes.
 
         Collective over the strategy's replicas.
 
         Parameters
         ----------
         dataset_fn : callable
-            Takes an InputContext and returns an iterable of per-replica batches.
+            Takes a worker's InputContext; returns an iterable of per-replica batches.
         options : InputOptions, optional
             Options for reading the batches.
 
@@ -662,8 +652,8 @@ class Strategy(OlderMethods):
         Returns
         -------
         RandomStreams
-            Has the streams ``generator`` and ``shared``; a `CheckpointManager` can save
-            the streams.
+            Has the streams ``generator`` and ``shared``, which a `CheckpointManager`
+            can save.
 
         Raises
         ------
@@ -673,8 +663,7 @@ class Strategy(OlderMethods):
             If ranks disagree on name or seed. On every rank.
         """
         streams = RandomStreams(self, name, seed)
-        # The header contains a digest of this text, so that an error is raised if ranks
-        # pass different names or seeds.
+        # The header has a digest of this text: different names or seeds raise an error.
         self.collectives.barrier(f"random({name!r}, seed={streams.seed})")
         return streams
 
@@ -682,8 +671,7 @@ class Strategy(OlderMethods):
     def barrier(self) -> None:
         """Wait for all replicas.
 
-        Collective over the strategy's replicas.
-        """
+        Collective over the strategy's replicas."""
         self.collectives.barrier()
 
     def check_divergence(self) -> None:
@@ -737,8 +725,7 @@ class Strategy(OlderMethods):
         Parameters
         ----------
         value : object
-            On the root, any object that can be pickled, of any size; ignored on the
-            other replicas.
+            On the root, an object of any size that can be pickled; ignored elsewhere.
         root : int
             The replica that sends its object.
 
@@ -790,9 +777,8 @@ class Strategy(OlderMethods):
         Parameters
         ----------
         directory : str or path
-            The directory in which each rank writes its own file; created if it is
-            missing. The command ``hpcstrat timeline merge`` merges the files into one
-            trace.
+            The directory for one file from each rank; created if it is missing. The
+            command ``hpcstrat timeline merge`` merges the files into one trace.
 
         Yields
         ------
@@ -828,7 +814,7 @@ class Strategy(OlderMethods):
             job_timeline.stop(together=together)
 
     def trace(self, name: str, **args: Any) -> AbstractContextManager[None]:
-        """Record a part of the program under a name, if a timeline is recorded.
+        """Show a block of the program under a name in the timeline, if one is recorded.
 
         Not collective.
 
@@ -855,7 +841,7 @@ class Strategy(OlderMethods):
         Raises
         ------
         CollectiveError
-            If another rank makes another call. On every rank.
+            If a rank makes another collective call instead. On every rank.
         """
 
     def __enter__(self) -> Self:
@@ -883,11 +869,10 @@ class Strategy(OlderMethods):
         )
 
 
-# One null context for all strategies: it has no state.
 _ALONE = nullcontext()
 
 
 def _only(leaf: Any) -> Any:
-    # Outside of a replica function, `_local` raises an error, because this process has
-    # several replicas.
+    # For a PerReplica value, `_local` raises an error here, because no replica function
+    # runs that would select one of this process's replicas.
     return leaf._local if isinstance(leaf, DistributedValues) else leaf

@@ -43,8 +43,7 @@ class CentralStorageStrategy(MpiStrategy):
     comm : mpi4py.MPI.Intracomm, optional
         The ranks of the strategy; default: all ranks of the job.
     cross_device_ops : CrossDeviceOps, optional
-        The algorithm that sums buffers other than gradients; default: chosen by the
-        library.
+        The algorithm for sums that are not gradients; default: the library's choice.
     on_error : str
         ``"abort"`` or ``"raise"``; see `Strategy`.
     on_lost_rank : str

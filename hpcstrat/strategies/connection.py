@@ -26,9 +26,7 @@ from hpcstrat.strategies.devices import Devices, prepare_mpi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyRequest:
-    """The arguments of a strategy in which all ranks must agree; see `MpiStrategy`.
-
-    `check` validates the arguments."""
+    """Constructor arguments of `MpiStrategy`, compared between ranks by `connect`."""
 
     kind: str
     comm: Any = None
@@ -44,7 +42,7 @@ class StrategyRequest:
 
     @property
     def survives(self) -> bool:
-        """True if the remaining ranks raise an error if a rank is lost."""
+        """True if the loss of a rank raises an error on the other ranks."""
         return self.on_lost_rank == "raise"
 
     @property
@@ -69,8 +67,7 @@ class StrategyRequest:
             "progress_thread": self.progress_thread or None,
             **self.own,
         }
-        # Settings are left out, because all ranks use replica 0's settings; see
-        # `_agree_on_settings`.
+        # Settings are left out: all ranks use replica 0's (`_agree_on_settings`).
         given = [f"{name}={value!r}" for name, value in words.items() if value]
         if self.comm is not None:
             own = self.comm.size
@@ -131,8 +128,7 @@ class Connection:
     """A topology with its channel, and the number of strategies that use them.
 
     Collective over ``topology.replica_comm``. ``settings`` are resolved, and equal on
-    every rank. When the last strategy that uses the connection is closed, the topology
-    is freed.
+    every rank. The topology is freed when its last strategy is closed.
     """
 
     def __init__(
@@ -192,14 +188,12 @@ class Connection:
     def close(self, key: Any) -> None:
         """Free the topology and the channel, if no other strategy uses them.
 
-        Collective over ``topology.replica_comm``. ``key`` is from `connect`.
-        """
+        Collective over ``topology.replica_comm``. ``key`` is from `connect`."""
         self.users -= 1
         if self.users:
             return
         _connections.pop(key, None)
-        # `lateness.conclude` and `job_timeline.stop` make collective calls, and so need
-        # an open channel.
+        # `lateness.conclude` and `job_timeline.stop` need an open channel.
         if self.channel is not None:
             lateness.conclude(self.channel.arrivals)
         job_timeline.stop(self.topology)
@@ -212,8 +206,7 @@ class Connection:
 
     def abandon(self, key: Any) -> None:
         """Free all resources without collective calls, because ranks have died."""
-        # The key may be None, or may by now belong to a new connection of the remaining
-        # ranks.
+        # The key may be None, or belong to a newer connection of the remaining ranks.
         if _connections.get(key) is self:
             del _connections[key]
         job_timeline.stop(self.topology, together=False)
@@ -231,15 +224,14 @@ _connections: dict[Any, Connection] = {}
 
 
 def _agree_on_settings(topology: Topology, given: Settings) -> Settings:
-    """Return replica 0's settings; if they are wrong, all ranks raise the error."""
+    """Return replica 0's settings; if these are wrong, raise the error on all ranks."""
     found: Settings | Exception | None = None
     if topology.replica_id == 0:
         try:
             found = given.resolved()
         except (TypeError, ValueError) as error:
             found = error
-    # Environment variables may differ between hosts, so all ranks use replica 0's
-    # settings.
+    # Settings may differ between hosts, because environment variables do.
     found = topology.replica_comm.bcast(found)
     if isinstance(found, Exception):
         raise found from found.__cause__
@@ -288,7 +280,7 @@ def _job_channel() -> Channel | None:
 def _meet(
     creation: Creation, request: StrategyRequest, problem: Exception | None
 ) -> None:
-    """Wait for all ranks; raise an error on all if they make different strategies."""
+    """Wait for all ranks; raise an error on all ranks if their strategies differ."""
     mpi = start_mpi()
     world = Topology.world()
     good = request.comm is None or _is_intracomm(request.comm)
@@ -302,13 +294,12 @@ def _meet(
             mpi, comm, call, problem, survives=request.survives, guesses=not good
         )
         return
-    # Meanwhile the open channel's watchdog, not ``creation``, reports missing ranks.
+    # From here on, the channel's watchdog, not ``creation``, reports missing ranks.
     creation.pause(True)
     if problem is not None:
         channel.failures.fail(call.text, problem)
         raise problem
-    # The open channel also detects a rank that makes another collective call instead of
-    # this strategy.
+    # The open channel also detects a rank that makes another collective call.
     channel.failures.meet()
     channel.agree(call)
     creation.pause(False)
@@ -360,8 +351,7 @@ def _found(key: Any, request: StrategyRequest) -> Connection:
     """Return the open connection for this request, or a new one."""
     connection, settings = _connections.get(key), request.settings
     if connection is not None and connection.channel is not None:
-        # Pending calls are ended first, because they use the same communicators as the
-        # calls below.
+        # Pending calls end first: the calls below use the same communicators.
         connection.channel.pending.drain()
     if connection is None:
         connection = _formed(request)
@@ -372,7 +362,7 @@ def _found(key: Any, request: StrategyRequest) -> Connection:
             f"{request.on_lost_rank!r}; pass the same to all, or close them first"
         )
     # Replica 0 compares its settings and sends the result, so that either all ranks
-    # raise or none.
+    # raise the error or none does.
     elif connection.topology.replica_comm.bcast(
         settings is not None and settings.differ_from(connection.settings)
     ):

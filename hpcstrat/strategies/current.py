@@ -28,13 +28,12 @@ def get_strategy() -> Strategy:
     Raises
     ------
     RuntimeError
-        In a job of several ranks, if the calling thread has not inherited the context:
-        the default strategy would be wrong in this thread.
+        In a job of several ranks, if the calling thread is not the main thread and has
+        not inherited a context: the default strategy would be wrong in this thread.
     """
     entry = current()
     if entry is not None:
-        # Entries are typed by a protocol, but only objects of class Strategy are
-        # pushed.
+        # The attribute's type is a protocol, but only Strategy objects are pushed.
         return entry.strategy  # type: ignore[return-value]
     # In a job of one rank, the default strategy is right in any thread.
     main = threading.current_thread() is threading.main_thread()
@@ -56,7 +55,8 @@ def has_strategy() -> bool:
     Returns
     -------
     bool
-        True in a scope, and inside ``run``, ``merge_call`` and ``update``.
+        True in a scope, in ``run``, ``merge_call`` and ``update``, and after
+        `experimental_set_strategy`.
     """
     entry = current()
     return entry is not None and not entry.strategy.is_default
@@ -88,8 +88,8 @@ def in_cross_replica_context() -> bool:
     Returns
     -------
     bool
-        True in a scope, ``merge_call`` and ``update``; False inside ``run`` and outside
-        of all scopes.
+        True in a scope, ``merge_call`` and ``update``, and after
+        `experimental_set_strategy`; False in ``run`` and outside of all scopes.
     """
     entry = current()
     return entry is not None and entry.replica_context is None

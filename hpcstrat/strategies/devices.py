@@ -30,10 +30,9 @@ def parse_device(name: str) -> str:
 
 
 def gpu_numbers(names: Sequence[str]) -> list[int] | None:
-    """Return the numbers of the GPUs in names from `parse_device`; None for CPUs.
+    """Return the GPU numbers in names from `parse_device`; None if no name is a GPU.
 
-    Raises ValueError if only some devices are GPUs.
-    """
+    Raises ValueError if only some devices are GPUs."""
     # One collective call cannot use GPU memory on some ranks and host memory on others.
     numbers = [int(name[4:]) for name in names if name.startswith("GPU:")]
     if numbers and len(numbers) < len(names):
@@ -45,10 +44,9 @@ def gpu_numbers(names: Sequence[str]) -> list[int] | None:
 
 
 def use_gpu(number: int) -> None:
-    """Make one of the GPUs that this process sees the process's current GPU.
+    """Select this process's current GPU by its number among the visible GPUs.
 
-    Raises ValueError if ``number`` is too large, TopologyError if CuPy or a GPU is
-    missing.
+    Raises ValueError if ``number`` is too large, TopologyError without CuPy or a GPU.
     """
     library.load()
     gpus = library.visible_gpus()
@@ -64,8 +62,8 @@ def prepare_mpi(given: Settings, names: Sequence[str] | None = None) -> None:
     """Choose a GPU before MPI starts, and test whether MPI can use GPU memory.
 
     Not collective. Does nothing after MPI has started, or if the strategy needs no GPU.
-    Rank 0 tests MPI, unless a test result is already saved; the other ranks wait for
-    rank 0 while they start MPI.
+    Rank 0 tests MPI, unless a test result is already saved; meanwhile the other ranks
+    wait for rank 0 in the start of MPI.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     launched = launch_from_environment()
@@ -84,8 +82,8 @@ def prepare_mpi(given: Settings, names: Sequence[str] | None = None) -> None:
         if not launched.rank and settings.mpi_reads_gpu == "auto":
             _try_mpi()
     except Exception as error:
-        # Errors are not fatal: without a test result, GPU memory is not passed to MPI.
-        # If settings are wrong, all ranks raise an error later.
+        # This error is only logged: without a test result, GPU memory is not passed to
+        # MPI, and wrong settings raise an error on all ranks later.
         get_logger("device").info("no GPU, or no trial, before MPI starts: %s", error)
 
 
@@ -105,10 +103,9 @@ def _try_mpi() -> None:
 
 
 class Devices:
-    """The devices of a topology's replicas; sets GPU attributes of the topology.
+    """Assigns devices to the ranks of a topology, and sets the topology's GPU fields.
 
-    With ``replicas_per_worker`` a host may have several workers, whose ranks see the
-    same GPUs.
+    With ``replicas_per_worker`` the ranks of several workers may see the same GPUs.
     """
 
     def __init__(
@@ -122,9 +119,9 @@ class Devices:
     def bind(self, names: Sequence[str] | None = None) -> tuple[str, ...]:
         """Assign a GPU to each rank, once; return the names of this worker's devices.
 
-        Collective over ``topology.replica_comm``. ``names`` has a device for each
-        replica, the same on every rank. Raises TopologyError on every rank if two ranks
-        have the same GPU, or if some ranks have no GPU.
+        Collective over ``topology.replica_comm``. ``names``, equal on every rank, lists
+        a device for each replica. Raises TopologyError on every rank if two ranks have
+        the same GPU, or if a rank has no GPU but the replicas must compute on GPUs.
         """
         topology = self._topology
         numbers = None if names is None else gpu_numbers(names)

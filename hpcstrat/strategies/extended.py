@@ -29,7 +29,8 @@ _CONSTANTS = (bool, int, float, complex, str)
 class StrategyExtended:
     """Methods of a strategy for authors of optimizers and layers.
 
-    Collective methods raise RuntimeError inside a replica function, except `update`.
+    Collective methods except `update`, `broadcast_to` and `read_var` raise RuntimeError
+    inside a replica function.
 
     Parameters
     ----------
@@ -157,10 +158,9 @@ class StrategyExtended:
         pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions,
     ) -> list[Any]:
-        """Combine values by a given algorithm instead of the strategy's own.
+        """Sum or average values by the algorithm ``ops`` instead of the strategy's own.
 
-        Collective over the strategy's replicas. For the library's own modules.
-        """
+        Collective over the strategy's replicas. For the library's own modules."""
         self._strategy._require_cross("a reduction by a CrossDeviceOps")
         strategy, replicas = self._strategy, self._strategy.replicas
 
@@ -168,9 +168,8 @@ class StrategyExtended:
             op: ReduceOp, trees: list[Tree], what: str, out: Tree = None
         ) -> Tree:
             if strategy.meetings is not None:
-                # Values of logical replicas are always added in a fixed tree order, so
-                # that sums have the same bits on any number of ranks; ``ops`` is not
-                # used.
+                # ``ops`` is not used: values of logical replicas are added in a fixed
+                # tree order, so that sums have the same bits on any number of ranks.
                 return replicas.reduce_parts(op, trees, what, out)
             reductions = strategy.collectives.reductions_by(ops)
             return reductions.reduce_in_call(op, trees[0], what, options, out=out)
@@ -198,11 +197,11 @@ class StrategyExtended:
         Returns
         -------
         Mirrored
-            The value; a plain array if there is only one replica.
+            The value; an array with the default strategy and OneDeviceStrategy.
         """
         # Python numbers are constants of the program, equal on all replicas. NumPy
-        # scalars are results of computations and may differ, so the check is for exact
-        # types: ``np.float64`` is a subclass of ``float``.
+        # scalars are results of computations and may differ between replicas, so the
+        # test is for exact types: ``np.float64`` is a subclass of ``float``.
         if type(tensor) in (bool, int, float, complex):
             return tensor
         ops = self._strategy.collectives.ops
@@ -214,8 +213,7 @@ class StrategyExtended:
     def broadcast_by_rank(self, tensor: Any) -> Any:
         """Send rank 0's value to all replicas; for the library's own modules.
 
-        Collective over the strategy's replicas.
-        """
+        Collective over the strategy's replicas."""
         strategy = self._strategy
         own = strategy.replicas.parts(tensor)[0]
         array = strategy.collectives.broadcast(own, 0, "broadcast_to")
@@ -249,9 +247,9 @@ class StrategyExtended:
         Returns
         -------
         object
-            The function's results. Arrays are returned as Mirrored, or as PerReplica
-            for a SyncOnRead variable; other results unchanged. With ``group=False``, a
-            tuple with the result of each replica of this process.
+            The function's results. With several replicas, arrays are returned as
+            Mirrored, or as PerReplica for a SyncOnRead variable. With ``group=False``,
+            a tuple with the unchanged result of each replica of this process.
 
         Raises
         ------
@@ -261,14 +259,12 @@ class StrategyExtended:
         """
         strategy = self._strategy
         entry = current()
-        # As in tf.distribute, an update in replica context is a merge call.
         if entry is not None and entry.strategy is strategy and entry.replica_context:
             return entry.replica_context.merge_call(
                 _update_in_merge, (var, fn, *args), dict(kwargs or {}, group=group)
             )
         strategy._require_cross("update")
-        # The arguments are checked before the change, so that a wrong argument leaves
-        # no change to undo.
+        # Check the arguments first, so that a wrong argument leaves no change to undo.
         with strategy.together("update"):
             self._check_update(var, args, kwargs)
         # All replicas of this process share one array of a mirrored variable.
@@ -286,8 +282,7 @@ class StrategyExtended:
             return results[0]
         if len(results) > 1:
             return replicas.joined(results, "update")
-        # Results computed from components of a SyncOnRead variable differ between
-        # replicas, because the components differ.
+        # Results from the components of a SyncOnRead variable differ between replicas.
         return _grouped(results[0], replicas.mirrored if mirrored else PerReplica)
 
     def _check_update(self, var: Any, args: Any, kwargs: Any) -> None:
@@ -369,7 +364,7 @@ class StrategyExtended:
         return isinstance(v, Variable) and v._strategy is owner
 
     def value_container(self, value: Any) -> Any:
-        """Return the value unchanged: functions receive variables, not components.
+        """Return the value unchanged, because functions receive variables themselves.
 
         Not collective.
 
@@ -398,8 +393,7 @@ class StrategyExtended:
         Returns
         -------
         ndarray
-            The value; for a SyncOnRead variable, its components combined by its
-            aggregation.
+            The value; for a SyncOnRead variable, its combined components.
         """
         return v.read_value()
 
@@ -490,11 +484,9 @@ class StrategyExtended:
         Parameters
         ----------
         colocate_with : object
-            The result of `non_slot_devices`; ignored, because every process has one
-            device.
+            Ignored, because every process has one device.
         fn : callable
-            Runs in update context: assignments to variables change only this replica's
-            component.
+            Runs in update context: assignments change only this replica's component.
         args, kwargs : sequence, mapping, optional
             Arguments; Mirrored values are replaced by their components.
         group : bool
@@ -503,15 +495,14 @@ class StrategyExtended:
         Returns
         -------
         object
-            The function's results. Arrays are returned as Mirrored, other results
-            unchanged. With ``group=False``, a tuple with one result for each replica of
-            this process.
+            The function's result; with several replicas, its arrays are returned as
+            Mirrored. With ``group=False``, a tuple that contains the unchanged result
+            once for each replica of this process.
 
         Raises
         ------
         ValueError
-            For a PerReplica argument, because the state would then differ between
-            replicas.
+            For a PerReplica argument: the state would differ between replicas.
         """
         del colocate_with
         strategy, replicas = self._strategy, self._strategy.replicas
@@ -565,8 +556,7 @@ class StrategyExtended:
         Parameters
         ----------
         fn : callable
-            Called with a MultiStepContext and a batch. Runs in cross-replica context,
-            in the strategy's scope.
+            Called with a MultiStepContext and a batch, in the strategy's scope.
         iterator : iterator
             Returns a batch for each step.
         iterations : int
@@ -577,8 +567,7 @@ class StrategyExtended:
         Returns
         -------
         MultiStepContext
-            Contains the outputs of the last step; ``run_op`` is the last result of
-            ``fn``.
+            Has the outputs of the last step; ``run_op`` is the last result of ``fn``.
 
         Raises
         ------

@@ -77,14 +77,13 @@ def _compiled(method: Any) -> Any:
     def compile_model(self: Any, *args: Any, **options: Any) -> Any:
         _take(self)
         if self in _owners:
-            # Distributed methods from an earlier ``compile`` use the earlier optimizer,
-            # so they are removed.
+            # Remove the methods of an earlier ``compile``, which use the earlier
+            # optimizer.
             for name in METHODS:
                 vars(self).pop(name, None)
             keras: Any = sys.modules["keras"]
             if keras.config.backend() == "tensorflow":
-                # Keras would compile the step with XLA on GPUs, and XLA code cannot
-                # call MPI.
+                # On GPUs Keras would use XLA, whose code cannot call MPI.
                 options.setdefault("jit_compile", False)
         return method(self, *args, **options)
 
@@ -96,8 +95,8 @@ def _distributed(method: Any) -> Any:
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:
-        # If the model object has a distributed method of this name, that method makes
-        # this call, and needs the original method.
+        # If `distribute_with` has stored a distributed method in the model object, that
+        # method makes this call, to run the original method.
         if name in vars(self):
             return method(self, *args, **options)
         _take(self)
@@ -126,7 +125,8 @@ def _refused_in_run(method: Any) -> Any:
     def apply(self: Any, *args: Any, **options: Any) -> Any:
         entry = current()
         in_run = entry is not None and entry.replica_context is not None
-        # `distribute` stores an ``apply`` that combines gradients in the optimizer.
+        # `distribute` gives the optimizer object its own ``apply``, which combines
+        # gradients; an optimizer with this attribute is not refused.
         if in_run and not inside and "apply" not in vars(self):
             size = entry.strategy.num_replicas_in_sync  # type: ignore[union-attr]
             if size > 1:

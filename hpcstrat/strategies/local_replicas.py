@@ -43,10 +43,10 @@ class LocalReplicas:
         self.order = TreeOrder(self.num_replicas, ranks.size)
         self._sums = ReplicaSums(ranks, self.order, rank)
         self.block = self._sums.block
-        # Objects that save and restore a replica's state when replicas take turns.
+        # Objects that save a logical replica's state (such as its current GPU) when the
+        # replica pauses, and restore it when the replica resumes.
         self.listeners: list[Listener] = []
-        # Context entries are made once, because every `run` and merge call pushes an
-        # entry.
+        # Context entries are made once, to save time in every `run` and merge call.
         self.cross_entry = ContextEntry(strategy)
         self.meetings: Meetings | None = None
         # With one replica on each of at most two ranks, sums need no tree order: two
@@ -92,7 +92,7 @@ class LocalReplicas:
     def call(
         entry: ContextEntry, fn: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Call a function in a context, with this replica's part of each argument."""
+        """Call ``fn`` in the context ``entry``, with that replica's argument values."""
         token = push(entry)
         try:
             if args:
@@ -105,9 +105,10 @@ class LocalReplicas:
     def merge(
         self, what: str, merge_fn: Callable[..., Any], given: list[Any]
     ) -> list[Any]:
-        """Call ``merge_fn`` once, with the replicas' arguments as distributed values.
+        """Call ``merge_fn`` once; return each local replica's part of the result.
 
-        Collective over the strategy's replicas.
+        Collective over the strategy's replicas. ``given`` has the positional and the
+        keyword arguments of each local replica; ``merge_fn`` gets distributed values.
         """
         self._ranks.barrier(what)
         with self._strategy.together(what):
@@ -132,7 +133,7 @@ class LocalReplicas:
     ) -> Tree:
         """Combine trees, one for each replica, into one tree of distributed values.
 
-        ``wrap`` makes a distributed value of corresponding leaves; by default leaves
+        ``wrap`` makes a distributed value from corresponding leaves; by default, leaves
         are wrapped like results of `run`. Raises ValueError if the structures differ.
         """
         if len(trees) == 1:
@@ -163,9 +164,9 @@ class LocalReplicas:
         return Mirrored(*[value] * len(self.block))
 
     def parts(self, tree: Tree) -> list[Tree]:
-        """Return one tree for each replica of this process.
+        """Return, for each replica of this process, the tree of the replica's values.
 
-        In that tree, the replica's components replace distributed values."""
+        The replica's component replaces each distributed value and variable."""
         return [
             part_of(tree, index, variables=True) for index in range(len(self.block))
         ]
@@ -191,9 +192,7 @@ class LocalReplicas:
 
     @property
     def merges(self) -> list[int]:
-        """For each replica, the number of pairs of sums to add after its value.
-
-        See `TreeOrder`."""
+        """The result of `TreeOrder.merges` for this process."""
         return self.order.merges(self._rank)
 
 

@@ -28,12 +28,11 @@ class MirroredStrategy(MpiStrategy):
         host's ranks see; naming GPUs has the effect of the setting ``device="gpu"``. If
         there are more CPU devices than ranks, each rank runs several logical replicas,
         as with ``MultiWorkerMirroredStrategy(logical_replicas=...)``. Default: GPUs or
-        CPUs, as the settings say; CPUs are named ``CPU:0``, ``CPU:1``, ...
+        CPUs, by the setting ``device``; CPUs are named ``CPU:0``, ``CPU:1``, ...
     cross_device_ops : CrossDeviceOps, optional
         The algorithm that sums buffers; default: chosen by the library.
     comm : mpi4py.MPI.Intracomm, optional
-        The ranks of the strategy, which must share a node; default: all ranks of the
-        job.
+        The strategy's ranks, which must share a node; default: all ranks of the job.
     on_error : str
         ``"abort"`` or ``"raise"``; see `Strategy`.
     settings : Settings, optional
@@ -42,9 +41,8 @@ class MirroredStrategy(MpiStrategy):
     Raises
     ------
     ValueError
-        If there are fewer devices than ranks or more GPUs than ranks, if a device is
-        named twice (allowed for GPUs with ``share_gpus``), or if only some devices are
-        GPUs.
+        If there are fewer devices or more GPUs than ranks, if a device is named twice
+        (allowed for GPUs with ``share_gpus``), or if only some devices are GPUs.
     TopologyError
         If the ranks are on several nodes, if two ranks have the same GPU, or if only
         some ranks have a GPU. On every rank.
@@ -66,7 +64,6 @@ class MirroredStrategy(MpiStrategy):
             if devices is not None:
                 names = [parse_device(name) for name in devices]
             if gpu_numbers(names or ()) is None and names is not None:
-                # With more devices than ranks, each rank runs several logical replicas.
                 logical = _more_than_ranks(names, comm)
         except Exception as error:
             # `MpiStrategy` raises this error after it has notified the other ranks.

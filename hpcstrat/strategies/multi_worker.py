@@ -21,8 +21,7 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
     Parameters
     ----------
     cluster_resolver : object, optional
-        Stored as the attribute ``cluster_resolver``, but not used, because MPI defines
-        the ranks.
+        Kept as an attribute, but not used, because MPI defines the ranks.
     communication_options : CommunicationOptions, optional
         Default options of all collective calls.
     logical_replicas : int, optional
@@ -31,8 +30,8 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
         same bits on any number of ranks; see ``docs/user-guide/same-bits.md``. Default:
         one replica on each rank.
     replicas_per_worker : int, optional
-        Divide the ranks of each node into workers of this many replicas. Default: one
-        worker per node.
+        Divide each node's ranks into workers of this size. Default: one worker per
+        node.
     comm : mpi4py.MPI.Intracomm, optional
         The ranks of the strategy; default: all ranks of the job.
     cross_device_ops : CrossDeviceOps, optional
@@ -48,9 +47,8 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
     on_lost_rank : str
         ``"abort"``: the death of a rank ends the job. ``"raise"``: every remaining rank
         raises a RankLostError at its current or next collective call; then `close` this
-        strategy, and make a new one with a communicator of the remaining ranks.
-        `hpcstrat.elastic.run` does both. ``"raise"`` needs ``mpirun --with-ft ulfm`` of
-        Open MPI 5.
+        strategy, and make one on the remaining ranks, as `hpcstrat.elastic.run` does.
+        ``"raise"`` needs ``mpirun --with-ft ulfm`` of Open MPI 5.
     settings : Settings, optional
         Settings of timeouts and checks.
 

@@ -62,12 +62,11 @@ class MpiStrategy(Strategy):
     Every rank raises ValueError if the environment has an unknown ``HPCSTRAT_``
     variable, or if an open strategy over the same ranks has other settings. Every rank
     raises CollectiveError if ranks make different strategies, or if a rank does not
-    make the strategy in time. If arguments are wrong on one rank, the other ranks raise
+    make the strategy in time. If one rank has wrong arguments, the others raise
     ReplicaError.
     """
 
-    # True if `experimental_local_results` returns the values of all ranks of this
-    # worker.
+    # True if `experimental_local_results` gathers the values of this worker's ranks.
     _gathers_results = False
 
     def __init__(
@@ -80,9 +79,8 @@ class MpiStrategy(Strategy):
     ) -> None:
         request = StrategyRequest(kind=type(self).__name__, **arguments)
         logical_replicas = request.logical_replicas
-        # Errors in arguments are not raised here, but passed to `connect`, which raises
-        # an error on all ranks: an error on this rank alone would leave the other ranks
-        # waiting.
+        # Errors in arguments are passed to `connect`, which raises an error on all
+        # ranks: if this rank alone raised an error, the other ranks would wait for it.
         if problem is None:
             try:
                 _require_ops(cross_device_ops)
@@ -93,8 +91,7 @@ class MpiStrategy(Strategy):
                 problem = error
         self._key, self._connection = connect(request, problem)
         connection = self._connection
-        # True if this strategy is closed. Other strategies may still use its
-        # connection.
+        # Other strategies may still use the connection after this strategy is closed.
         self._closed = False
         hooked = cross_device_ops is not None and cross_device_ops.overrides()
         kind: Any = HookedCollectives if hooked else Collectives
@@ -128,8 +125,9 @@ class MpiStrategy(Strategy):
     ) -> None:
         """Raise ValueError if the program named a wrong number of devices.
 
-        At least ``least`` of the names must differ. Before the error, all ranks close
-        the strategy, which is collective over ``topology.replica_comm``.
+        There must be one name per replica, and at least ``least`` different names.
+        Before the error, all ranks close the strategy, which is collective over
+        ``topology.replica_comm``.
         """
         count = self.num_replicas_in_sync
         if names is None or (len(names) == count and len(set(names)) >= least):
@@ -145,9 +143,8 @@ class MpiStrategy(Strategy):
         try:
             self._devices = self._connection.devices.bind(names)
         except Exception as error:
-            # All ranks raise this error, because they agree on devices. After the loss
-            # of a rank the strategy is abandoned, because closing would wait for the
-            # lost rank.
+            # All ranks raise this error, so all close the strategy, or abandon it after
+            # the loss of a rank, because `close` would wait for the lost rank.
             found = as_loss(self.topology, error)
             if isinstance(found, RankLostError):
                 self.abandon()
@@ -198,8 +195,8 @@ class MpiStrategy(Strategy):
     ) -> tuple[Any, ...]:
         if not self._gathers_results:
             return super()._local_results(value, parts, distributed)
-        # All ranks exchange whether their value is distributed: if the value is None on
-        # some ranks, it is distributed on the other ranks only.
+        # All ranks exchange whether their value is distributed, because it may be None,
+        # which is never distributed, on some ranks only.
         found = self.collectives.all_gather_object(
             (distributed, parts), "experimental_local_results"
         )
@@ -248,8 +245,7 @@ class MpiStrategy(Strategy):
 
     @collective
     def close(self) -> None:
-        # After the loss of a rank no collective call can end, so the strategy is
-        # abandoned.
+        # After the loss of a rank, a collective call cannot succeed.
         if not self._closed and self.lost_ranks is not None:
             self.abandon()
         if not self._closed:

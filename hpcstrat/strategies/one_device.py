@@ -15,8 +15,7 @@ class OneDeviceStrategy(SingleReplicaStrategy):
     ----------
     device : str
         A name such as ``"CPU:0"`` or ``"GPU:1"``, the second GPU that this process
-        sees. A named GPU becomes this process's current GPU, and variables are put on
-        it.
+        sees. A GPU becomes this process's current GPU, on which variables are put.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Reductions by a program's own subclass of CrossDeviceOps, through its hooks."""
+"""Reductions that call the hooks of a program's own subclass of CrossDeviceOps."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ def call_in_cross_replica(
         push(strategy.cross_entry)
         return function(*args)
 
-    # The call runs in a copy of the context, so that the pushed entry disappears with
-    # the copy.
+    # The copy of the context, with the pushed entry, is discarded after the call.
     return copy_context().run(call)
 
 
@@ -79,7 +78,7 @@ class HookedCollectives(Collectives):
         *,
         out: Tree = None,
     ) -> Tree:
-        """Reduce a tree through the hooks; see `Reductions.reduce_in_call`."""
+        """Reduce a tree by calling the hooks; see `Reductions.reduce_in_call`."""
         leaves, structure = flatten(trees)
         values = [
             PerReplica(v if isinstance(v, IndexedSlices) else to_reducible(v))
@@ -111,7 +110,7 @@ class HookedCollectives(Collectives):
     _entered = collective(_by_hooks)
 
     def _result(self, op: ReduceOp, given: Any, found: Any) -> Any:
-        """Check a hook's result, and return it as a new array."""
+        """Check a hook's result; copy a host array that shares ``given``'s memory."""
         if isinstance(found, IndexedSlices) or is_device(found):
             return found
         is_mean = op is ReduceOp.MEAN and given.dtype.kind in "iu"
@@ -123,8 +122,7 @@ class HookedCollectives(Collectives):
                 "replicas get"
             )
         dtype = np.dtype(np.float64) if is_mean else given.dtype
-        # The caller may write to the result, so it must not share memory with the
-        # input.
+        # The caller may write to the result: it must not share the input's memory.
         return array.astype(
             dtype, casting="same_kind", copy=np.may_share_memory(array, given)
         )

@@ -1,4 +1,4 @@
-"""The context of a replica function: the strategy, as one replica sees it."""
+"""`ReplicaContext`: the methods that a replica function calls during ``run``."""
 
 from __future__ import annotations
 
@@ -97,27 +97,25 @@ class ReplicaContext:
         Returns
         -------
         object
-            The result of ``merge_fn``; distributed values in it are replaced by this
-            replica's part.
+            The result of ``merge_fn``, with this replica's part of distributed values.
 
         Raises
         ------
         CollectiveError
-            If another replica made another call. On every replica.
+            If a replica makes another collective call instead. On every replica.
         ReplicaError
             With ``on_error="raise"``, if ``merge_fn`` failed on another replica.
         """
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
-        # This text is part of the header, so that replicas which merge different
-        # functions get an error.
+        # The header contains this text: different functions raise a CollectiveError.
         what = f"merge_call of {name}"
         meetings = self._strategy.meetings
         if meetings is not None:
             self._require_current("merge_call")
             act = functools.partial(self._strategy.replicas.merge, what, merge_fn)
             return meetings.meet(what, act, (args, kwargs or {}))
-        # `_merged` is called outside of `together`, because its errors are raised on
-        # every replica anyway.
+        # `_merged` is called outside of `together`, because it is a collective call,
+        # whose errors are raised on every replica anyway.
         merged, named = self._merged(what, args, kwargs)
         strategy = self._strategy
         with strategy.together(what):
@@ -155,15 +153,14 @@ class ReplicaContext:
         reduce_op : ReduceOp or str
             ``SUM`` or ``MEAN``.
         value : tree of array or IndexedSlices, each of shape (...)
-            This replica's value. Structure, shapes and dtypes must be equal on every
-            replica.
+            This replica's value; structures, shapes and dtypes are equal on all
+            replicas.
         options : CommunicationOptions, optional
             Options of this call only.
         experimental_hints : CommunicationOptions, optional
             Older name of ``options``.
         out : tree of ndarray, optional
-            Arrays that receive the results, as in ``Strategy.reduce``; not for
-            IndexedSlices.
+            Arrays for the results, as in ``Strategy.reduce``; not for IndexedSlices.
 
         Returns
         -------
@@ -174,8 +171,8 @@ class ReplicaContext:
         Raises
         ------
         CollectiveError
-            If structures, shapes, dtypes or operations differ between replicas. On
-            every replica.
+            If replicas' structures, shapes, dtypes or operations differ. On every
+            replica.
         ValueError
             For an unknown operation, a dtype that cannot be summed, or an ``out`` of
             another structure, shape or dtype.
@@ -216,14 +213,14 @@ class ReplicaContext:
         *,
         out: Tree = None,
     ) -> PendingCall | EndedReduction:
-        """Start an `all_reduce`; return an object with which to wait for its result.
+        """Start an `all_reduce`, and return an object that can wait for its result.
 
         Collective over the strategy's replicas, but the call does not wait for them.
 
         Several reductions may be pending; they end in the order of their starts. While
         the program computes, messages between workers travel if the network hardware
         moves them without the CPU. Every call of the strategy, and every ``test``,
-        continues the reduction; ranks of one worker exchange data during these calls.
+        continues the reduction; ranks of one worker exchange data only in these calls.
 
         Parameters
         ----------
@@ -235,15 +232,13 @@ class ReplicaContext:
         options : CommunicationOptions, optional
             Options of this call only.
         out : tree of ndarray, optional
-            As in `all_reduce`. Do not read or write ``out`` before the reduction has
-            ended.
+            As in `all_reduce`. Do not use ``out`` before the reduction has ended.
 
         Returns
         -------
         PendingCall or EndedReduction
-            ``test()`` returns whether the reduction has ended. ``wait()`` returns the
-            result of `all_reduce`, or raises a CollectiveError if the replicas' calls
-            differ.
+            ``test()`` returns whether the reduction has ended. ``wait()`` returns its
+            result, or raises a CollectiveError if the replicas' calls differ.
 
         Raises
         ------
@@ -266,8 +261,7 @@ class ReplicaContext:
         Parameters
         ----------
         value : tree of array, each of shape (...)
-            This replica's value. The lengths along ``axis`` may differ between
-            replicas.
+            This replica's value. Lengths along ``axis`` may differ between replicas.
         axis : int
             At least 0, below the number of dimensions.
         options : CommunicationOptions, optional
@@ -283,8 +277,7 @@ class ReplicaContext:
         ValueError
             For scalars, or an axis out of range.
         CollectiveError
-            If values of different replicas differ in another dimension. On every
-            replica.
+            If the replicas' values differ in another dimension. On every replica.
         """
         del options
         self._require_current("all_gather")

@@ -1,4 +1,4 @@
-"""Slices of a step in central storage: each rank of a worker updates one slice."""
+"""`StepSlices`: optimizer steps in central storage; each rank updates one slice."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hpcstrat.variables import Variable
 
 _LINE_BYTES = 64
 _PIECE_BYTES = 512 << 10
-# An elementwise rule reads its arrays many times, so it runs block by block: a block of
-# each array fits into the cache. In one thread, a step of Adam on arrays of 64 MiB was
-# measured to take 0.6 of the time of a step without blocks.
+# The size of the blocks of each array that an elementwise rule updates one after the
+# other: the rule reads a block many times, and finds it in the cache. A step of Adam on
+# arrays of 64 MiB, in one thread, took 0.6 of the time of a step without blocks.
 _BLOCK_BYTES = 256 << 10
 
 
@@ -69,11 +69,11 @@ class StepSlices:
             sum(array.nbytes for array in arrays),
         )
         self._pieces: list[SlicedPiece] = []
-        # Pairs of arrays: sums in the wider dtype in which they are added, and the
-        # array for the same sums in the variables' dtype.
+        # Pairs of arrays: one for sums in the wider dtype in which they are added, and
+        # one for the same sums in the variables' dtype.
         self._narrowed: list[tuple[Array, Array]] = []
-        # This rank's slices, as tuples: number of the variable, start, end, and
-        # gradient.
+        # This rank's slices, as tuples: number of the variable, first element, end, and
+        # a view of the combined gradient.
         self._own: list[tuple[int, int, int, Array]] = []
         self._nbytes = 1
         signatures = tuple((array.dtype, array.shape) for array in arrays)
@@ -113,7 +113,7 @@ class StepSlices:
     def _claim(
         self, spans: Sequence[tuple[int, int, int, int]], gradient: Array
     ) -> None:
-        """Append this rank's slices to ``_own``, with views of ``gradient``."""
+        """Append the slices in ``spans`` to ``_own``, with views of ``gradient``."""
         most = _BLOCK_BYTES // gradient.dtype.itemsize
         for place, start, stop, at in spans:
             block = most if self._by_elements else stop - start
@@ -126,8 +126,7 @@ class StepSlices:
         """Return the first element of each slice, and the end of the last slice."""
         even = [bucket.size * rank // self._count for rank in range(self._count)]
         if self._by_elements:
-            # Slices begin at cache lines, because two ranks that write to the same
-            # cache line slow each other down.
+            # Two ranks that write to the same cache line would slow each other down.
             return [*(start // line * line for start in even), bucket.size]
         ends = np.array([0, *(end for _, end, _ in bucket.parts)])
         nearest = [int(ends[np.argmin(np.abs(ends - start))]) for start in even]
@@ -158,8 +157,8 @@ class StepSlices:
     def reduce(self, gradients: list[Any], out: list[Array] | None = None) -> list[Any]:
         """Return the combined gradients of this rank's slices.
 
-        Collective over the strategy's replicas. The order is the same as in
-        `arrays_here`. The next call overwrites the returned arrays.
+        Collective over the strategy's replicas. Slices are in the order of
+        `arrays_here`. The next call of ``reduce`` overwrites the returned arrays.
         """
         del out
         [gradients] = gradients
@@ -172,7 +171,7 @@ class StepSlices:
             ]
             combined = self._collectives.batch_reduce(self._op, sparse, self._label)
         if self._dense:
-            # Pending calls are ended first, because they use the same shared memory.
+            # Pending reductions end first, because they use the same shared memory.
             channel.pending.drain()
             steps = reduce_slices(
                 self._pieces,
@@ -194,7 +193,7 @@ class StepSlices:
 
     @property
     def _divisor(self) -> int:
-        """The divisor of sums; 0 if sums are not divided."""
+        """The number by which a sum is divided for ``MEAN``; 0 for ``SUM``."""
         return self._collectives.size if self._op is ReduceOp.MEAN else 0
 
     def _own_rows(self, gradient: IndexedSlices, rows: slice) -> IndexedSlices:
@@ -207,8 +206,8 @@ class StepSlices:
         return not self.total(float(not finite))
 
     def total(self, squares: Any) -> float:
-        # The slices of each worker cover all elements, so only the ranks of the first
-        # worker contribute.
+        # Only the first worker's ranks contribute: every worker's slices cover all
+        # elements, and each element must be counted once.
         own = np.array(0.0 if self._worker_id else squares, np.float64)
         what = f"{self._label}: a number of all slices"
         return float(self._collectives.batch_reduce(ReduceOp.SUM, own, what))
@@ -223,7 +222,7 @@ class StepSlices:
 
     def update(self, optimizer: Any, gradients: list[Any], routine: Any) -> None:
         """Update this rank's slices, and wait for the other ranks' updates."""
-        # The other ranks wait for this rank, so an error here is raised on all ranks.
+        # An error here is raised on all ranks, which wait for this rank's updates.
         with self._collectives.all_raise(self._label):
             optimizer.update_here(gradients, routine)
         call = describe_call(f"end of {self._label}")

@@ -82,8 +82,8 @@ class MultiStepContext:
         name : str
             Name of the output.
         output : object
-            The value. In replica context, this replica's value; a tuple of the values
-            of this worker's replicas is then stored.
+            The value. In replica context, this replica's value: the stored value is
+            then the tuple that ``Strategy.experimental_local_results`` returns.
         """
         replica_context = self._replica_context()
         if replica_context is not None:

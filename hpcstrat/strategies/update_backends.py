@@ -18,9 +18,9 @@ class UpdateBackend(Protocol):
 
     A backend is made for one list of shapes and dtypes of gradients, and is used for
     all steps whose gradients have these shapes and dtypes; it does not keep the
-    gradients in ``pairs``. A step calls the methods in the order in which they are
-    defined below. ``by_elements`` says whether the optimizer's rule updates each
-    element independently.
+    gradients in ``pairs``. A step calls `reduce`, `all_finite`, `total` (for clipping),
+    `gradients_here` and `update`; the first step calls `arrays_here` before `update`.
+    ``by_elements`` is True if the optimizer's rule updates each element independently.
     """
 
     sums_whole: bool
@@ -52,8 +52,8 @@ class UpdateBackend(Protocol):
     def all_finite(self, finite: bool) -> bool:
         """Return whether gradients are finite on all ranks.
 
-        ``finite`` says whether this rank's gradients are finite. Collective over the
-        strategy's replicas, so that either all replicas make the step or none.
+        ``finite`` is True if this rank's gradients are finite. Collective over the
+        strategy's replicas, so that either all replicas make the step or none does.
         """
 
     def total(self, squares: Any) -> Any:
@@ -66,8 +66,8 @@ class UpdateBackend(Protocol):
     def gather_whole(self, reduced: list[Any], own: list[Any]) -> list[Any]:
         """Return the combined gradients of all elements.
 
-        Collective over the strategy's replicas. ``reduced`` has the result of `reduce`,
-        ``own`` this replica's gradients before the reduction. The result is used for
+        Collective over the strategy's replicas. ``reduced`` is the result of `reduce`,
+        and ``own`` has this replica's gradients before the reduction. Called only for
         the message about a gradient that is not finite.
         """
 
@@ -85,8 +85,7 @@ class UpdateBackend(Protocol):
         """Call ``optimizer.update_here(gradients, routine)`` and synchronize the ranks.
 
         Collective over the strategy's replicas. ``routine.targets`` has the arrays to
-        update for each of this rank's gradients. Afterwards ``optimizer.iterations``
-        has increased by one.
+        update for each of this rank's gradients.
         """
 
 
@@ -107,8 +106,7 @@ class Copies:
     ) -> None:
         del by_elements
         self._strategy = strategy
-        # The gradients of ``pairs`` are not stored, because the backend would keep
-        # their memory alive.
+        # Storing ``pairs`` would keep the gradients' memory allocated.
         self._variables = [variable for _, variable in pairs]
         self._label, self._op = label, op
 

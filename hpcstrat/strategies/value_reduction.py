@@ -30,8 +30,7 @@ def reduce(
 ) -> Tree:
     """Sum or average the replicas' values; see `Strategy.reduce`.
 
-    Collective over ``topology.replica_comm``. ``combine`` replaces the strategy's own
-    algorithm.
+    Collective over ``topology.replica_comm``. ``combine`` replaces the strategy's sum.
     """
     combine = combine or replicas.reduce_parts
     op = ReduceOp.parse(reduce_op)
@@ -43,7 +42,6 @@ def reduce(
                 "it out"
             )
         return _over_axes(combine, op, arrays, axes)
-    # A single value is reduced directly, without a list of leaves.
     if is_leaf(value) and not isinstance(value, Mirrored):
         return combine(op, replicas.parts(value), "reduce", out)
     return _structure(replicas, op, value, out, combine)
@@ -68,8 +66,7 @@ def _structure(
             f"Mirrored value, which is the same on all {count}; use MEAN, "
             "or multiply it by the number of replicas"
         )
-    # Mirrored values are not sent, because the mean of equal values is the value
-    # itself.
+    # Mirrored values are not sent: the mean of equal values is the value itself.
     rest = [i for i in range(len(leaves)) if not mirrored[i]]
     if rest:
         parts = replicas.parts([leaves[i] for i in rest])
@@ -85,7 +82,7 @@ def _structure(
 def _checked(
     replicas: LocalReplicas, value: Tree, axis: Any
 ) -> tuple[list[Array], tuple[int, ...]]:
-    """Return the arrays of this rank's replicas, and the axes counted from 0."""
+    """Return the arrays of this rank's replicas, and the axes as numbers from 0."""
     if not is_leaf(value):
         raise TypeError(
             "expected one distributed value for a reduction over an axis, found a "
@@ -123,16 +120,14 @@ def _over_axes(
     wide = np.dtype(np.float32) if is_half(dtype) else dtype
     if op is ReduceOp.MEAN and dtype.kind in "iu":
         wide = np.dtype(np.float64)
-    # Floating-point warnings are suppressed, as by
-    # `hpcstrat.engine.arrays.casting.call_without_fp_warnings`.
     with np.errstate(all="ignore"):
         sums = [as_array(array.sum(axis=axes, dtype=wide)) for array in arrays]
     if op is ReduceOp.SUM:
         sums = [rounded(own, dtype) for own in sums]
         total: Array = combine(ReduceOp.SUM, sums, label)
         return total
-    # Lengths may differ between replicas, and the result is the mean of all elements.
-    # So sums and counts are both added over the replicas, in one message.
+    # The lengths of the axes may differ between replicas, so the mean of all elements
+    # needs their number: sums and counts are added over the replicas, in one message.
     counts = [np.prod([a.shape[i] for i in axes], dtype=np.int64) for a in arrays]
     parts = [[own, np.int64(n)] for own, n in zip(sums, counts, strict=True)]
     total, count = combine(ReduceOp.SUM, parts, label)

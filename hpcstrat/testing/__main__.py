@@ -28,7 +28,7 @@ def _call(folder: Path) -> bytes:
 
 
 def _fail(folder: Path, rank: int, size: int, exc: BaseException) -> NoReturn:
-    """Write an exception to a file, and end the job as an exception ends a program."""
+    """Write an exception to a file, and end this rank as an uncaught exception does."""
     while (
         exc.__traceback__ and exc.__traceback__.tb_frame.f_code.co_filename == __file__
     ):
@@ -41,12 +41,10 @@ def _fail(folder: Path, rank: int, size: int, exc: BaseException) -> NoReturn:
         done = [*folder.glob("*.failure"), *folder.glob("*.result")]
         return len(done) >= size
 
-    # Wait, because the end of this rank ends all ranks, even ranks that are about to
-    # report.
+    # Wait, because the end of this rank ends all ranks, before they could report.
     wait_until(all_wrote, _GRACE_SECONDS)
-    # The library's exception hook aborts the job here. Without this hook, the process
-    # exits without MPI_Finalize, which would wait forever for ranks that wait for this
-    # rank.
+    # The library's exception hook aborts the job here. Without it, the process exits
+    # without MPI_Finalize, which would wait for ranks that wait for this rank.
     sys.excepthook(type(exc), exc, exc.__traceback__)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -54,7 +52,7 @@ def _fail(folder: Path, rank: int, size: int, exc: BaseException) -> NoReturn:
 
 
 def main() -> None:
-    """Run this process's part of the job."""
+    """Call the function on this rank, and write its result or error to a file."""
     folder = Path(sys.argv[1])
     launch = launch_from_environment()
     note_rank(folder, launch.rank)

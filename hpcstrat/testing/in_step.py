@@ -1,10 +1,10 @@
-"""A pytest plugin that keeps the ranks of a job in step and joins their reports.
+"""A pytest plugin that synchronizes the ranks after each phase and joins their reports.
 
 After each phase of a test, the ranks exchange its outcome over the plugin's own
 communicator. A test that fails on some ranks fails on all ranks, with the reports of
 all ranks. A test that only some ranks skip fails, too. If a test fails on one rank
-while other ranks hang in it, the failed rank waits a while, shows its report and the
-other ranks' stacks, and aborts the job.
+while other ranks hang in it, the failed rank waits ``patience`` seconds, shows its
+report and the other ranks' stacks, and aborts the job.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FAILED = _OUTCOMES.index("failed")
 
 
 class RanksInStep:
-    """The plugin, which must be the only user of ``comm``.
+    """The pytest plugin of a rank; no other code may communicate over ``comm``.
 
     ``command`` has the arguments of ``python`` that run pytest on a rank. ``folder`` is
     the job's folder, in which the process that started the job looks for failures.
@@ -54,8 +54,7 @@ class RanksInStep:
         self.patience = patience
         self.folder = folder
         self.pids = comm.allgather(os.getpid())
-        # Copy the file descriptor of standard error, because pytest replaces it during
-        # tests.
+        # Keep the file descriptor of standard error, which pytest replaces in tests.
         self.stderr = os.fdopen(os.dup(2), "w")
         if folder is None:
             faulthandler.register(signal.SIGUSR1, file=self.stderr, all_threads=True)
@@ -77,11 +76,11 @@ class RanksInStep:
     def _exchange(
         self, outcome: int, key: str, late: Callable[[list[int]], NoReturn]
     ) -> set[int]:
-        """Exchange outcomes with all ranks, which must pass the same key; return a set.
+        """Return the set of all ranks' outcomes; all ranks must pass the same ``key``.
 
-        If this rank has failed and its patience ends, ``late`` is called with the ranks
-        that have not arrived. This method polls and sleeps, so that waiting ranks leave
-        the cores to other ranks.
+        If this rank has failed and other ranks have not arrived after ``self.patience``
+        seconds, ``late`` is called with their numbers. This method polls and sleeps, so
+        that waiting ranks leave the cores to other ranks.
         """
         own = np.array([outcome, zlib.crc32(key.encode())], dtype=np.int64)
         peers = [rank for rank in range(self.comm.size) if rank != self.comm.rank]
@@ -119,7 +118,7 @@ class RanksInStep:
         self._exchange(FAILED if session.testsfailed else 0, key, late)
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Let only rank 0 print and keep files, or no rank if an outer pytest does."""
+        """Let only rank 0 print and write cache files; no rank if there is a folder."""
         if self.comm.rank or self.folder is not None:
             manager = session.config.pluginmanager
             for name in ("lfplugin", "nfplugin", "stepwiseplugin"):

@@ -3,17 +3,17 @@
 The end of the launcher is not the end of the job: ranks of Open MPI survive a SIGKILL
 of mpirun, and ranks of MPICH leave the launcher's session. Therefore every process of a
 job has the job's folder in its environment, and the ranks of ``run`` write their
-process numbers into the folder. `Job.end` ends all processes that it finds in one of
-these two ways.
+process numbers into the folder. `Job.end` kills all processes that the environment or
+these numbers show.
 
 A killed launcher does not remove its session directory, whose name has the launcher's
-process number. A later mpirun with the same number would end at once ("The PMIx
-server's listener thread failed to start"). Therefore the session directory of each job
-is in the job's folder.
+process number. A later mpirun with the same number would fail ("The PMIx server's
+listener thread failed to start"). Therefore each job's session directory is in the
+job's folder.
 
 Open MPI 5.0's mpirun may deadlock after its ranks have ended: its main thread, in
 PMIx_server_deregister_client, waits for a thread that waits for a lock. On a busy
-machine, this happened in about one of fifty jobs whose ranks end each other.
+machine, this happened in about one of fifty jobs whose ranks kill each other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NAP_SECONDS = 0.02
 _STACKS_SECONDS = 3.0
 _TERMINATE_SECONDS = 2.0
 # Seconds between searches for a launcher's processes, and seconds that a launcher may
-# run without processes.
+# still run after its processes have ended.
 _LOOK_SECONDS = 2.0
 _ALONE_SECONDS = 6.0
 _PROC = Path("/proc")
@@ -58,10 +58,9 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def start_time(pid: int) -> str:
-    """Return a process's start time, to tell it from a later process of that number.
+    """Return the start time of a process; a later process of its number has another.
 
-    The time is in clock ticks since the machine started. It is empty if unknown, or if
-    there is no such process.
+    The time is in clock ticks since the machine started; empty if it is unknown.
     """
     try:
         _, fields = process_stat(pid)
@@ -93,10 +92,10 @@ def _signal(pid: int, number: int) -> None:
 
 
 class Job:
-    """A launcher in its own session, whose output is in files of a folder.
+    """A launcher in its own session, and the processes that the launcher starts.
 
-    The folder must exist, and the caller removes it. ``environment`` is the launcher's
-    whole environment.
+    Their output is in files of ``folder``, which must exist; the caller removes it.
+    ``environment`` is the launcher's whole environment.
     """
 
     def __init__(
@@ -110,7 +109,8 @@ class Job:
         # seen to have ended.
         self._has_started = False
         self._alone_since: float | None = None
-        # Use files, because a rank that outlives the launcher would keep a pipe open.
+        # Output goes to files, because a rank that outlives the launcher would keep a
+        # pipe open, and a reader of the pipe would wait for the rank.
         with (
             self._output("stdout").open("wb") as out,
             self._output("stderr").open("wb") as err,
@@ -142,8 +142,8 @@ class Job:
     def wait(self, seconds: float) -> int | None:
         """Wait for the launcher; return its exit code, None if it still runs.
 
-        The code is negative for a signal, also if this method has killed a launcher in
-        a deadlock.
+        A code of -9 means that signal 9 (SIGKILL) ended the launcher. This method sends
+        SIGKILL to a launcher that is in a deadlock.
         """
         deadline = time.monotonic() + max(seconds, 0)
         while True:
@@ -170,11 +170,10 @@ class Job:
                 self._process.kill()
 
     def _marked(self) -> set[int]:
-        """Return the live processes that this job started, if /proc shows them."""
+        """Return the live processes with this job's folder in their environment."""
         found = set()
         for path in _PROC.glob("[0-9]*/environ"):
-            # Processes of other users cannot be read, and any process may end
-            # meanwhile.
+            # Other users' processes cannot be read, and a process may end meanwhile.
             with contextlib.suppress(OSError):
                 for entry in path.read_bytes().split(b"\0"):
                     name, _, jobs = os.fsdecode(entry).partition("=")
@@ -205,8 +204,8 @@ class Job:
         for pid in self._marked() - ranks:
             with contextlib.suppress(OSError):
                 if (_PROC / str(pid) / "exe").resolve() == python:
-                    # With PYTHONFAULTHANDLER, SIGABRT prints the stacks. Prevent a core
-                    # file.
+                    # With PYTHONFAULTHANDLER, SIGABRT prints the stacks. The limit of 0
+                    # prevents a core file.
                     resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
                     os.kill(pid, signal.SIGABRT)
         wait_until(lambda: len(self.stacks()) >= len(ranks), _STACKS_SECONDS)
@@ -229,8 +228,7 @@ class Job:
         if self.wait(0) is None:
             self._process.kill()
             self._process.wait()
-        # Repeat, because killed processes take a while to end, and may have started
-        # other processes before.
+        # Repeat, because killed processes end slowly, and may have started processes.
         wait_until(self._kill, _TERMINATE_SECONDS)
 
     def _kill(self) -> bool:

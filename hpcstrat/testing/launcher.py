@@ -23,7 +23,7 @@ _JOB_SIGNS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 
 def find_launcher(launcher: str | os.PathLike[str] | None = None) -> str:
     """Return the path of mpirun: beside the interpreter, or else on the PATH."""
-    # Keep links: a virtual environment's python is a link to the system's python.
+    # Keep the link: a virtual environment's python is a link to another folder.
     beside = str(Path(sys.executable).parent)
     names = ("mpirun", "mpiexec") if launcher is None else (os.fspath(launcher),)
     for folders in (beside, None):
@@ -39,9 +39,8 @@ def find_launcher(launcher: str | os.PathLike[str] | None = None) -> str:
 def clean_environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return this process's environment without the variables of an enclosing MPI job.
 
-    The result is a new dictionary, with ``changes`` set.
-    """
-    # Outside of a job, keep all variables, so that the user's OMPI_MCA_* still act.
+    The result is a new dictionary, with ``changes`` set."""
+    # Outside of a job, keep all variables, also the user's OMPI_MCA_* options.
     environment = dict(os.environ)
     if any(sign in environment for sign in _JOB_SIGNS):
         environment = {

@@ -1,4 +1,4 @@
-"""MPI jobs of tests with pytest's marker ``ranks``: their start, and a rank's work."""
+"""Starts the MPI jobs of tests with the marker ``ranks``, and sets up their ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OPTIONS = "options.json"
 _OF_PYTEST = re.compile(
     r"""^  File ".*/(?:_?pytest|pluggy)/.*\n|^  File "<.*\n""", re.M
 )
-# Seconds that a failed rank waits for other ranks, which may be about to fail, too.
+# Seconds that a failed rank waits for the other ranks, which may report failures, too.
 _PATIENCE_SECONDS = 5.0
 # pytest's own options that a rank needs, besides options of the project's conftest.py.
 _OPTIONS_OF_PYTEST = (
@@ -47,7 +47,7 @@ _OPTIONS_OF_PYTEST = (
 
 
 def refuse_ranks() -> None:
-    """Raise UsageError on several ranks, each of which would start all marked tests."""
+    """Raise UsageError in an MPI job, whose ranks would each start all marked tests."""
     launch = launch_from_environment()
     if launch.size > 1:
         raise pytest.UsageError(
@@ -66,7 +66,7 @@ def time_limit(item: pytest.Item) -> float:
 
 
 def _place(item: pytest.Item) -> str:
-    """Return pytest's argument for a test, with an absolute path."""
+    """Return the argument by which pytest selects a test, with an absolute path."""
     return "::".join([str(item.path), *item.nodeid.split("::")[1:]])
 
 
@@ -112,9 +112,9 @@ def _command(item: pytest.Item, n: int, folder: Path) -> list[str]:
     words += ["-p", "no:cacheprovider", f"--rootdir={config.rootpath}"]
     if config.inipath is not None:
         words += ["-c", str(config.inipath)]
-    # Pass the options that act before conftest.py files are read. They include options
-    # in the configuration file's addopts, which is cleared below because it may also
-    # request more processes, or reports.
+    # Pass the options that take effect before conftest.py files are read, even if they
+    # are from ``addopts`` in the configuration file. ``addopts`` is cleared below,
+    # because it may also request more processes, or report files.
     for flag, values in (
         ("-p", config.option.plugins),
         ("-o", config.option.override_ini),
@@ -127,7 +127,7 @@ def _command(item: pytest.Item, n: int, folder: Path) -> list[str]:
 
 
 def run_test(item: pytest.Function, n: int) -> pytest.TestReport:
-    """Run a marked test on n ranks; return their report, or a report of failure."""
+    """Run a marked test on n ranks; return their report, or a report that it failed."""
     with tempfile.TemporaryDirectory(prefix="hpcstrat-") as name:
         folder = Path(name)
         (folder / _OPTIONS).write_text(json.dumps(_options(item.config)))
@@ -154,7 +154,7 @@ def run_test(item: pytest.Function, n: int) -> pytest.TestReport:
 
 
 def _said(folder: Path, n: int, finished: runner.Finished) -> str:
-    """Describe the end of a job whose ranks wrote no report, or failed afterwards."""
+    """Describe a job whose ranks wrote no report, or which failed after the report."""
     failures = runner.read_failures(folder)
     stacks = {
         int(path.stem): text
@@ -196,7 +196,7 @@ class _KeptReport:
         self.reports.append(report)
 
     def pytest_runtest_logfinish(self) -> None:
-        """Write the report of a phase that did not pass, or else of the call."""
+        """Write the report of a phase that failed or was skipped; else of the call."""
         others = [report for report in self.reports if not report.passed]
         calls = [report for report in self.reports if report.when == "call"]
         kept = sorted(others, key=lambda r: not r.failed) or calls
@@ -207,7 +207,9 @@ class _KeptReport:
 
 
 class _Limit:
-    """Ends a hand-started job, and prints its stacks, if a test takes too long."""
+    """Prints the stacks of a rank and ends it, if a test takes too long.
+
+    Used in jobs that a user has started with mpirun; `run_test` limits other jobs."""
 
     def __init__(self, stderr: TextIO) -> None:
         self.stderr = stderr
@@ -223,7 +225,7 @@ class _Limit:
 
 
 def join(config: pytest.Config) -> None:
-    """Make this process a rank of marked tests, in step with the other ranks."""
+    """Set up pytest on this rank, to run marked tests together with the other ranks."""
     from hpcstrat.engine.topology.topology import Topology
     from hpcstrat.testing.in_step import RanksInStep
 

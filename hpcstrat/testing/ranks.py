@@ -2,8 +2,8 @@
 
 For a marked test, the pytest that a user starts runs an MPI job: ``rank_jobs`` starts
 mpirun with pytest on each rank, and the ranks' report becomes the report of the test.
-The test's fixtures are set up on the ranks only. With ``--in-job``, pytest is one of
-these ranks.
+The test's fixtures are set up on the ranks only. With ``--in-job``, pytest runs on such
+a rank.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _counts(definition: pytest.Item) -> list[int]:
-    """Return the numbers of ranks of a test; empty without the marker."""
+    """Return the numbers of ranks in a test's marker; an empty list without it."""
     mark = definition.get_closest_marker("ranks")
     if mark is None:
         return []
@@ -99,7 +99,7 @@ def _size(item: pytest.Item) -> int:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """On a rank, keep tests of its job's size; else, clear marked tests' fixtures."""
+    """On a rank, keep tests for its job's size; else drop fixtures of marked tests."""
     sizes = {item: _size(item) for item in items}
     if config.option.in_job:
         here = launch_from_environment().size

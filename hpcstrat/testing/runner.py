@@ -39,7 +39,7 @@ class RankFailure(HpcstratError):
     failures : mapping of int to str
         Traceback of each rank that raised.
     returncode : int or None
-        The launcher's exit code; None if the launcher had to be ended.
+        The launcher's exit code; None if the launcher had to be killed.
     stdout, stderr : str
         Output of launcher and ranks.
     """
@@ -82,7 +82,7 @@ class RankTimeout(RankFailure):
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of a program that ``launch`` ran.
+    """The exit code and output of a program that ``launch`` ran.
 
     Parameters
     ----------
@@ -133,18 +133,17 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)
-    # sys.path is first in the pickle, because Python needs it to import modules while
-    # it unpickles the call.
+    # sys.path comes first, because unpickling the call imports modules with it.
     return pickle.dumps((sys.path, call))
 
 
 def _environment(changes: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the ranks' environment: no outer job's variables, hpcstrat importable."""
+    """Return the ranks' environment, without the variables of an enclosing MPI job."""
     environment = clean_environment(changes)
-    # Let a rank that crashes in C code print its stack; `Job.show_stacks` needs that,
-    # too.
+    # With this variable, a rank that crashes in C code prints its stack, and so does a
+    # process that `Job.show_stacks` aborts.
     environment.setdefault("PYTHONFAULTHANDLER", "1")
-    # Write no reports of hangs, because tests of failures would leave files.
+    # Write no reports of hangs, because tests that provoke hangs would leave files.
     environment.setdefault("HPCSTRAT_HANG_FOLDER", "")
     checkout = Path(__file__).parents[2]
     if checkout not in map(Path, sysconfig.get_paths().values()):
@@ -163,7 +162,7 @@ def sections(title: str, texts: Mapping[int, str]) -> str:
 
 def _time_is_up(job: Job, n: int, timeout: float) -> RankTimeout:
     """Return the error for a job that still runs at its time limit, with its stacks."""
-    # Read the stacks now, because the end of the job ends the processes.
+    # Read the stacks now, because the caller then ends the processes.
     job.show_stacks()
     stacks, stderr = job.stacks(), job.stderr
     ended = [rank for rank in range(n) if (job.folder / f"{rank}.result").exists()]
@@ -182,7 +181,7 @@ def _time_is_up(job: Job, n: int, timeout: float) -> RankTimeout:
 
 
 def read_failures(folder: Path) -> dict[int, str]:
-    """Return the failures that ranks of a job wrote into its folder."""
+    """Return the tracebacks that failed ranks wrote into a job's folder, by rank."""
     return {int(path.stem): path.read_text() for path in folder.glob("*.failure")}
 
 
@@ -280,8 +279,7 @@ def run(
     Returns
     -------
     list
-        The results of the function, in the order of ranks. This process prints the
-        output of the ranks.
+        The results, in the order of ranks. This process prints the ranks' output.
 
     Raises
     ------

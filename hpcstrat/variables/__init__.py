@@ -2,8 +2,7 @@
 
 In replica context an assignment to a mirrored variable combines the replicas' values by
 the variable's aggregation; an assignment to a SyncOnRead variable changes only the
-replica's own component. Reading a SyncOnRead variable in cross-replica context combines
-the components.
+replica's own component. In cross-replica context, a read combines the components.
 """
 
 from hpcstrat.engine.values import HostValue

@@ -40,7 +40,7 @@ class AggregationRule:
     """Methods of variables, such as ``scatter_max``, that this aggregation refuses."""
 
     def type_problem(self, dtype: np.dtype[Any]) -> tuple[str, str] | None:
-        """Return text and advice for an error about a dtype; None for a valid dtype."""
+        """Return an error's expected dtype and advice; None for a valid dtype."""
         del dtype
         return None
 
@@ -49,7 +49,7 @@ class AggregationRule:
 
         Collective over the strategy's replicas. ``parts`` has an item for each replica
         of this process: an array for an assignment, an IndexedSlices for a scatter
-        method, or a list of arrays if several variables are read at once.
+        method, or a list of arrays if one call reads several variables.
         """
         raise NotImplementedError
 
@@ -60,12 +60,11 @@ class AggregationRule:
         raise NotImplementedError
 
     def part(self, value: Array, num_replicas: int, replica_id: int) -> Array:
-        """Return a replica's part of a value; `combine` of all parts is the value."""
+        """Return a replica's part of a value that `combine` restores from all parts."""
         del num_replicas, replica_id
         return value
 
-    # Methods for elastic training, in which replicas are lost with their parts, and new
-    # replicas are added.
+    # Methods for elastic training: replicas are lost, with their parts, or added.
 
     def after_loss(
         self, own: Array | None, lost: Array, *, keeps: bool, succeeds_first: bool
@@ -95,8 +94,7 @@ class AggregationRule:
         Collective over the strategy's replicas. The parts of the ``newcomers`` are
         chosen so that the combined value does not change: if a rule does not override
         this method, they are copies of the part of ``root``, a replica that has one.
-        ``part`` is None on newcomers. ``like`` is any array with the shape and dtype of
-        a part.
+        ``part`` is None on newcomers. ``like`` has the shape and dtype of a part.
         """
         own, what = like if part is None else part, f"value of {path} for newcomers"
         given: Array = strategy.collectives.broadcast(own, root, what)
@@ -118,8 +116,7 @@ class _ReductionRule(AggregationRule):
         return strategy.replicas.reduce_parts(self.op, list(parts), what)
 
     def combine_saved(self, values: Array) -> Array:
-        # The values are added in the same order as in a reduction over replicas, so
-        # that the result has the same bits.
+        # Add in the order of a reduction over replicas, so that the bits are the same.
         order = TreeOrder(len(values), 1)
         [total] = call_without_fp_warnings(order.sum_roots, 0, list(values))
         return np.asarray(total)
@@ -140,7 +137,7 @@ class _SumRule(_ReductionRule):
         del succeeds_first
         if not keeps:
             return own
-        # The lost part is added to this part, so that the total does not change.
+        # The lost part is added to this replica's, so that the total does not change.
         total: Array = call_without_fp_warnings(np.add, own, lost)
         return total
 
@@ -185,8 +182,8 @@ class _MeanRule(_ReductionRule):
         path: str,
     ) -> Array | None:
         del root
-        # Newcomers get the mean of the other replicas' values, so that the mean does
-        # not change.
+        # Newcomers get the mean of the other replicas' values, so that the mean over
+        # all replicas does not change.
         term = np.zeros_like(like) if part is None else part
         what = f"mean of {path} for newcomers"
         total = strategy.collectives.batch_reduce(ReduceOp.SUM, term, what)
@@ -204,8 +201,8 @@ class _OnlyFirstReplica(AggregationRule):
         first = parts[0]
         if not isinstance(first, IndexedSlices):
             return strategy.collectives.broadcast(first, 0, what)
-        # The rows are sent as a Python object, because only replica 0 knows their
-        # number.
+        # The rows are sent as a Python object, because the other replicas cannot
+        # allocate arrays for them: the number of rows may differ.
         values, indices = strategy.collectives.broadcast_object(
             (first.values, first.indices), 0, what
         )
@@ -259,13 +256,11 @@ def share_of(total: Array, num_replicas: int, replica_id: int) -> Array:
     number of replicas is a power of two.
     """
     if total.dtype.kind in "iu":
-        # Narrow integers are widened first, because their dtype may not be able to
-        # represent the number of replicas.
+        # Widen integers first: an int8, for example, cannot represent 200 replicas.
         wide = total if total.dtype.itemsize == _WIDEST else total.astype(np.int64)
         remainder = replica_id < wide % num_replicas
         return (wide // num_replicas + remainder).astype(total.dtype)
-    # The sum of bools is their logical or, so one share is the total and the others are
-    # False.
+    # A sum of bools is their logical or: one share is the total, the others are False.
     if total.dtype.kind == "b":
         return total if replica_id == 0 else array_module(total).zeros_like(total)
     return (total / num_replicas).astype(total.dtype, copy=False)

@@ -57,8 +57,7 @@ class CentralVariable(MirroredVariable):
     def _laid_out(self, array: Array, what: str, *, sends: bool) -> Array:
         """Return a copy of an array in memory that the worker's ranks share.
 
-        Collective over the strategy's replicas.
-        """
+        Collective over the strategy's replicas."""
         collectives = self._strategy.collectives
         channel = collectives.channel
         if channel is None:
@@ -71,8 +70,7 @@ class CentralVariable(MirroredVariable):
         return made[0]
 
     def _made(self) -> None:
-        # With a single worker there is only one copy, so divergence checks have nothing
-        # to compare.
+        # With a single worker, divergence checks have no second copy to compare.
         if self._strategy.topology.num_workers > 1:
             super()._made()
 
@@ -102,8 +100,7 @@ class CentralVariable(MirroredVariable):
 
     def _apart(self, array: Array) -> Array:
         """Return an array that does not change while ranks write to the variable."""
-        # If the array shared memory with the variable, a rank could read elements that
-        # another rank has already overwritten.
+        # Another rank could overwrite shared elements before this rank reads them.
         shares = np.may_share_memory(array, self._component)
         return array.copy() if shares else array
 

@@ -64,8 +64,7 @@ class MinSizePartitioner(Partitioner):
     max_shards : int
         Maximum number of shards.
     bytes_per_string : int
-        Ignored, because variables cannot contain strings; accepted for compatibility
-        with tf.distribute.
+        Ignored, because variables cannot contain strings.
 
     Raises
     ------
@@ -106,8 +105,7 @@ class MaxSizePartitioner(Partitioner):
     max_shards : int, optional
         Maximum number of shards; shards may then be larger than ``max_shard_bytes``.
     bytes_per_string : int
-        Ignored, because variables cannot contain strings; accepted for compatibility
-        with tf.distribute.
+        Ignored, because variables cannot contain strings.
 
     Raises
     ------

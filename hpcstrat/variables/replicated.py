@@ -51,8 +51,7 @@ class DistributedVariable(Variable, DistributedValues):
         def shared() -> Any:
             own = make(initial_value, dtype)
             self._require_type(own.dtype)
-            # Nothing is sent for the library's own state, because its initial value is
-            # equal on all replicas.
+            # Send nothing: the library's own state starts equal on all replicas.
             if type(initial_value) is HostValue and initial_value.is_own:
                 return own
             if type(initial_value) is not Adopted:
@@ -93,8 +92,7 @@ class DistributedVariable(Variable, DistributedValues):
     def collectives(self) -> ObjectCollectives:
         """The object for the collective calls of this variable in the current context.
 
-        For the library's own modules.
-        """
+        For the library's own modules."""
         # The decorator `channel.entries.collective` reads this property.
         return self._strategy.collectives if self._communicates() else _ALONE
 
@@ -112,7 +110,8 @@ class DistributedVariable(Variable, DistributedValues):
         if entry is None:
             return _CROSS
         if entry.strategy is not self._strategy:
-            # The default strategy is allowed here, because no program enters its scope.
+            # Under the default strategy, as outside of all scopes, the variable acts as
+            # in cross-replica context.
             if entry.strategy.is_default:
                 return _CROSS
             raise RuntimeError(
@@ -161,7 +160,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
         Returns
         -------
         ndarray
-            A read-only view, valid until the next update.
+            A read-only view, whose elements change with the next update.
         """
         self._mode()
         return self._view
@@ -238,8 +237,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
         if mode is _UPDATE:
             return self._scatter_own(method, rows)
         if mode is _CROSS:
-            # As in `_update`, if one replica gets an error, no replica may change its
-            # component.
+            # As in `_update`, either all replicas change their components or none does.
             with self._strategy.all_or_none(self, method):
                 self._require_meaning(method)
                 result = self._scatter_own(method, rows)
@@ -254,7 +252,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
         return self._apply_combined(method, own, apply)
 
     def _require_meaning(self, method: str) -> None:
-        """Raise an error for a method that has no meaning with the aggregation."""
+        """Raise an error for a scatter method that the aggregation cannot combine."""
         rule = rule_of(self.aggregation)
         if rule is not None and method in rule.refused_methods:
             raise NotImplementedError(
@@ -299,8 +297,8 @@ class SyncOnReadVariable(DistributedVariable):
         return other  # type: ignore[no-any-return]
 
     def _communicates(self) -> bool:
-        # In cross-replica context an assignment is collective because it returns the
-        # new value, which it reads from all replicas.
+        # In cross-replica context, reading is collective, and so are `assign_add` and
+        # `assign_sub`, because they read the new value that they return.
         return self._mode() is _CROSS and self.aggregation is not _NONE
 
     @collective
@@ -312,8 +310,8 @@ class SyncOnReadVariable(DistributedVariable):
         Returns
         -------
         ndarray
-            In replica context, a read-only view, valid until the next update; in
-            cross-replica context, a new array.
+            In replica context, a read-only view, whose elements change with the next
+            update; in cross-replica context, a new array.
 
         Raises
         ------
@@ -333,8 +331,8 @@ class SyncOnReadVariable(DistributedVariable):
         return read_all([self])[0]
 
     def _lasting(self) -> Array | None:
-        # In cross-replica context `value` returns a temporary array, which NumPy would
-        # not keep alive.
+        # None in cross-replica context, where `value` returns a temporary array, which
+        # NumPy would not keep alive.
         return self._view if self._mode() is not _CROSS else None
 
     @collective
@@ -409,8 +407,7 @@ def read_all(variables: Sequence[Variable], *, own_rows: bool = False) -> list[A
     component, without a copy; but with logical replicas, the value of every SyncOnRead
     variable is then the array of all components.
     """
-    # `Variable.value` is not used for SyncOnRead variables, because it would make a
-    # collective call for each of them.
+    # `Variable.value` would make a collective call for each SyncOnRead variable.
     results: list[Any] = [
         variable.value() if variable.is_remote else variable._view
         for variable in variables

@@ -21,8 +21,7 @@ from hpcstrat.engine.values import HostValue
 from hpcstrat.variables.replicated import DistributedVariable
 from hpcstrat.variables.variable import apply_into
 
-# Arrays of up to this size are packed into one message; larger arrays are sent without
-# a copy.
+# Arrays of up to this size share one message; larger arrays are sent without a copy.
 _SMALL_BYTES = 64 << 10
 _LARGE_BYTES = 1 << 30
 
@@ -86,8 +85,7 @@ class ShardedVariable(DistributedVariable):
     def value(self) -> Array:
         """Return the whole value, gathered from all ranks, as a new array.
 
-        Collective over the strategy's replicas.
-        """
+        Collective over the strategy's replicas."""
         return read_sharded([self])[0]
 
     def _update(self, method: str, value: Any, read_value: bool) -> Any:

@@ -46,12 +46,12 @@ _SCATTER = {
     "scatter_min": "minimum",
     "scatter_max": "maximum",
 }
-# Updates that cannot be summed or averaged over replicas.
+# Methods whose updates cannot be summed or averaged over replicas.
 NOT_SUMMABLE = ("scatter_min", "scatter_max", "scatter_update")
 
 
 class Variable(AnnouncesInitErrors, ArrayOperators):
-    """An array with a name that a program updates in place.
+    """A named array that a program updates in place.
 
     In the scope of a strategy that distributes variables, the constructor makes a
     `MirroredVariable` (synchronization ``AUTO`` or ``ON_WRITE``) or a
@@ -64,12 +64,10 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
     ----------
     initial_value : array_like of any shape, or callable
         The first value; a callable is called once. Arrays keep their dtype; Python
-        floats become float32, Python integers int32. If the value is an array on a GPU,
-        or with the setting ``device="gpu"``, the variable is on the program's current
-        GPU.
+        floats become float32, Python integers int32. If the value is on a GPU, or with
+        the setting ``device="gpu"``, the variable is on the program's current GPU.
     trainable : bool, optional
-        Whether optimizers may change the variable; default: True, but False for
-        ``ON_READ``.
+        Whether optimizers may update the variable; default: not with ``ON_READ``.
     name : str, optional
         Name in messages. Checkpoints save the variable's optimizer state by this name.
     dtype : dtype, optional
@@ -107,12 +105,10 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         if entry is not None and (cls is Variable or cls._is_distributed):
             strategy = entry.strategy
         if cls is Variable and strategy is not None:
-            # Wrong options are ignored here: `__init__` parses the options again, and
-            # raises errors on all replicas.
+            # `__init__` parses the options again, and raises errors on all replicas.
             options = VariableOptions()
             with contextlib.suppress(ValueError):
                 options = _options(*args[1:2], **kwargs)
-            # The class must be known before `__init__` runs.
             kind = strategy.variable_class(options)
         self = object.__new__(kind)
         self._strategy = None if kind is Variable else strategy
@@ -157,10 +153,10 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         In a strategy's scope the call is collective over the strategy's replicas: the
         variable is mirrored, and replica 0's value is written to the memory on all
         replicas. Outside of a scope the variable is plain, and nothing is written. The
-        variable is saved, restored in place, compared and updated like any other
-        variable. Because the memory is shared, the variable changes when the owner
-        writes; the owner must write the same values on all replicas. For the library's
-        own modules.
+        variable is saved, restored in place, checked for divergence and updated like
+        any other variable. Because the memory is shared, the variable changes when the
+        owner writes; the owner must write the same values on all replicas. For the
+        library's own modules.
         """
         return Variable(Adopted(array), trainable, name=name, aggregation=aggregation)
 
@@ -181,7 +177,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         self._view = view_of(component)
 
     def _made(self) -> None:
-        """Do what a subclass needs at the end of the constructor; here nothing."""
+        """Finish the constructor; subclasses override this method."""
 
     def _initialize(self, initial_value: Any, dtype: Any) -> Array:
         value = self._first_value(initial_value)
@@ -201,7 +197,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         return copied
 
     def _first_value(self, initial_value: Any) -> Any:
-        """Return an initial value, or the result of a callable."""
+        """Return ``initial_value``, or its result if it is callable."""
         value = initial_value() if callable(initial_value) else initial_value
         if isinstance(value, PerReplica):
             raise ValueError(
@@ -264,9 +260,9 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         Returns
         -------
         ndarray
-            A read-only view, valid until the next update. Arrays on a GPU cannot be
-            made read-only: a write to such an array changes this replica's component
-            without an error.
+            A read-only view, whose elements change with the next update. Arrays on a
+            GPU cannot be made read-only: a write to such an array changes this
+            replica's component without an error.
         """
         return self._view
 
@@ -320,14 +316,16 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         Returns
         -------
         ndarray, Mirrored or None
-            The new value as an array. In cross-replica context, for a mirrored variable
-            of several replicas, a Mirrored. None if ``read_value`` is False.
+            The new value: a Mirrored in cross-replica context for a mirrored variable
+            of several replicas, else an array. None if ``read_value`` is False.
 
         Raises
         ------
         ValueError
-            For another shape or dtype, a PerReplica in cross-replica context, or
-            aggregation ``NONE`` in replica context of several replicas.
+            For another shape or dtype, a PerReplica in cross-replica context (TypeError
+            for a SyncOnRead variable), or aggregation ``NONE``: of a mirrored variable
+            in replica context of several replicas, or of a SyncOnRead variable in
+            cross-replica context.
         CollectiveError
             If replicas update different variables; on every replica.
         """
@@ -354,7 +352,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         ------
         ValueError
             In the cases listed at `assign`, and in cross-replica context for a
-            SyncOnRead variable with aggregation ``SUM`` or ``NONE``.
+            SyncOnRead variable with aggregation ``SUM``.
         """
         return self._update("assign_add", value, read_value)
 
@@ -385,18 +383,20 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         sparse_delta : IndexedSlices
             Row indices, and values that have the variable's dtype and, except for the
             first dimension, its shape. If an index is repeated, all its values are
-            applied. In replica context the rows of all replicas are concatenated; with
-            ``MEAN`` the values are divided by the number of replicas first.
+            applied. In replica context, ``SUM`` concatenates the rows of all replicas,
+            ``MEAN`` also divides the values by the number of replicas, and
+            ``ONLY_FIRST_REPLICA`` uses replica 0's rows.
 
         Returns
         -------
-        ndarray
-            The new value.
+        ndarray or Mirrored
+            The new value, as `assign` returns it.
 
         Raises
         ------
         ValueError
-            For an index out of range, or a wrong shape or dtype.
+            For an index out of range, a wrong shape or dtype, `scatter_div` of an
+            integer variable, or aggregation ``NONE`` as in `assign`.
         NotImplementedError
             For a SyncOnRead variable.
         """
@@ -414,8 +414,8 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
 
         Returns
         -------
-        ndarray
-            The new value.
+        ndarray or Mirrored
+            See `scatter_add`.
         """
         return self._scatter("scatter_sub", sparse_delta)
 
@@ -431,8 +431,8 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
 
         Returns
         -------
-        ndarray
-            The new value.
+        ndarray or Mirrored
+            See `scatter_add`.
         """
         return self._scatter("scatter_mul", sparse_delta)
 
@@ -448,8 +448,8 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
 
         Returns
         -------
-        ndarray
-            The new value.
+        ndarray or Mirrored
+            See `scatter_add`.
         """
         return self._scatter("scatter_div", sparse_delta)
 
@@ -466,8 +466,8 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
 
         Returns
         -------
-        ndarray
-            The new value.
+        ndarray or Mirrored
+            See `scatter_add`.
         """
         return self._scatter("scatter_min", sparse_delta)
 
@@ -483,8 +483,8 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
 
         Returns
         -------
-        ndarray
-            The new value.
+        ndarray or Mirrored
+            See `scatter_add`.
         """
         return self._scatter("scatter_max", sparse_delta)
 
@@ -500,8 +500,8 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
 
         Returns
         -------
-        ndarray
-            The new value.
+        ndarray or Mirrored
+            See `scatter_add`.
         """
         return self._scatter("scatter_update", sparse_delta)
 
@@ -526,8 +526,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         return self._apply(method, self._converted(method, value), read_value)
 
     def _apply(self, method: str, array: Array, read_value: bool) -> Any:
-        # The component is updated in place, so that views which `value` has returned
-        # show the new value.
+        # Update in place, so that views from `value` show the new value.
         apply_into(self._component, method, array)
         return self._component.copy() if read_value else None
 
@@ -598,8 +597,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         if isinstance(value, ArrayOperators):
             value = value._operand()
         array = self._typed(method, value)
-        # Other shapes are refused, because broadcasting by NumPy would mostly hide a
-        # mistake.
+        # Other shapes are refused: broadcasting by NumPy would mostly hide a mistake.
         if array.shape != self._component.shape:
             raise ValueError(
                 f"expected shape {self._component.shape} in {method} of variable "
@@ -695,8 +693,7 @@ def apply_into(component: Array, method: str, array: Array) -> None:
     if operation is None:
         np.copyto(component, array)
     elif is_device(component):
-        # CuPy emits no floating-point warnings, and `call_without_fp_warnings` supports
-        # only NumPy.
+        # CuPy emits no floating-point warnings.
         operation(component, array, out=component)
     else:
         call_without_fp_warnings(operation, component, array, component)
