@@ -364,7 +364,8 @@ class SyncOnReadVariable(DistributedVariable):
                 f"defined; {advice}"
             )
         array = self._converted(method, value)
-        count, replicas = self._strategy.num_replicas_in_sync, self._strategy.local_replicas
+        count = self._strategy.num_replicas_in_sync
+        replicas = self._strategy.local_replicas
         for replica, component in zip(replicas, self._components, strict=True):
             apply_into(component, method, rule.part(array, count, replica))
         return array

@@ -81,8 +81,8 @@ def select(nbytes: int, topology: Topology, options: CommunicationOptions) -> Ch
         room = room_bytes(topology.num_workers, narrows=narrows)
         most = min(room, GATHERED_BYTES // each)
         return replace(choice, small=nbytes <= most)
-    # The values of up to MOST_DIRECT_RANKS ranks are always added in replica order, which
-    # the MPI library does not promise.
+    # Up to MOST_DIRECT_RANKS ranks never use MPI's allreduce, so that their values are
+    # always added in replica order.
     ranks = topology.worker_comm.size
     if ranks <= MOST_DIRECT_RANKS or nbytes >= ranks * FROM_BYTES_PER_RANK:
         return shared_memory(nbytes, topology, options)
