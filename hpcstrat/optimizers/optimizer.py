@@ -42,7 +42,8 @@ from hpcstrat.variables import HostValue, Variable, class_for_state
 # Numbers for the handles of optimizers: a newer handle has a larger number.
 _handles = itertools.count()
 
-# Attributes of one process or its variables, which `Optimizer.rule` leaves out.
+# Attributes of an optimizer with its state, or for one process: the copies that
+# `Optimizer.rule` returns do not have them.
 _STATEFUL = (
     "_slots",
     "_current",

@@ -154,7 +154,7 @@ class ServerVariable(Variable):
         self._strategy.known(self._number, self)
 
     def move_from(self, lost: Collection[int], places: Mapping[int, int]) -> bool:
-        """Make the shards of lost servers again on other servers, filled with zeros.
+        """Recreate the shards of lost servers on other servers, filled with zeros.
 
         Return whether any shard was on a lost server. ``places`` maps a lost server to
         the rank that replaces it. Called on the coordinator while no function runs. For

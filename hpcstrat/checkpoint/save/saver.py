@@ -126,7 +126,7 @@ class Saver:
             self._drop(save, error)
             raise
         except Exception as error:
-            # In `finish`, all replicas raise an error.
+            # Do not raise here: `finish` raises an error on all replicas.
             save.error = error
         except BaseException as error:
             self._drop(save, error)
