@@ -97,7 +97,7 @@ def get_logger(name: str | None = None) -> logging.Logger:
         Its records have the attributes ``rank``, ``size`` and ``host``, and propagate
         to the handlers of the program's loggers. If there is no handler at this logger,
         at ``hpcstrat`` or at the root, records are written to standard error: warnings
-        of every rank, and lower levels of rank 0.
+        and errors of every rank, and records of lower levels only on rank 0.
     """
     root = logging.getLogger(_ROOT)
     root.addHandler(_own)

@@ -19,8 +19,9 @@ __all__ = ["PreemptionCheckpointHandler"]
 
 _EXIT_STATUS = 42
 _NAME = "preemption"
-# Estimate of the time of a save, used before the first save or restore: a shared disk's
-# speed (50 MB/s) divided by 3, because optimizers will add variables to the save.
+# Until a save or restore has been timed, a save is estimated to take 5 s plus its bytes
+# at 50 MB/s, the speed of a slow shared disk. The speed is divided by 3, because the
+# state that optimizers have not yet created can triple the bytes.
 _FIRST_SAVE_SECONDS = 5.0
 _FIRST_BYTES_PER_SECOND = 50e6 / 3
 _LEAST_MARGIN_SECONDS = 10.0

@@ -224,7 +224,10 @@ def _received(
     rest: Array,
     room: Array,
 ) -> WaitSteps:
-    """Wait for a header and its data; copy the last part from ``room`` to ``rest``."""
+    """Wait for a header and its data; copy the last, incomplete part of the data.
+
+    It was received in the buffer ``room``; ``rest`` is its place in the array.
+    """
     # Compare earlier headers first: parts of an earlier, longer message may have
     # arrived in the buffers of this message.
     while not expected.compared:

@@ -42,7 +42,7 @@ class ServerDef(NamedTuple):
 
 
 class Server:
-    """The task of a rank that is not the coordinator; the program starts it by `join`.
+    """The task of a rank that is not the coordinator; the program runs it by `join`.
 
     On a rank that is not the coordinator, the constructor of ParameterServerStrategy
     never returns: the program ends when the coordinator ends. Use a Server instead if

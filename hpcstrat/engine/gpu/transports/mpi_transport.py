@@ -3,9 +3,10 @@
 This transport needs an MPI library that can send and receive GPU memory. MPI's own
 reductions of GPU memory are not used, because they are often missing, slow, or wrong.
 
-Small arrays are summed by recursive doubling, in which each of ``p`` ranks sends its
-whole array in each of ``log2 p`` steps (Thakur, Rabenseifner and Gropp 2005,
-doi:10.1177/1094342005051521, also for numbers of ranks that are not a power of two).
+Small arrays are summed by recursive doubling (Thakur, Rabenseifner and Gropp 2005,
+doi:10.1177/1094342005051521). If ``p`` is a power of two, each of ``p`` ranks sends its
+whole array in each of ``log2 p`` steps. If not, the surplus ranks send their arrays to
+other ranks before the first step, and get the sums after the last step.
 Larger arrays are summed by a ring, in which each rank sends about twice the bytes of
 its array to one neighbor, in ``2 (p - 1)`` steps (Patarasuk and Yuan 2009,
 doi:10.1016/j.jpdc.2008.09.002). The array is cut into chunks, so that one chunk is

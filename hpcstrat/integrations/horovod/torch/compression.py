@@ -28,7 +28,7 @@ class _HalfCompression:
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the tensor as float16, and its original type as context."""
+        """Return a tensor of floats as float16, and its original type as context."""
         # Integers, such as counts, must stay exact.
         wire = tensor.half() if tensor.is_floating_point() else tensor
         return wire, tensor.dtype
