@@ -158,7 +158,7 @@ class SyncBatchNormalization(AnnouncesInitErrors):
         """
         if not training:
             return self._normalized(x, training)
-        # In ``collectives.call``, an error on one replica makes all replicas raise an error.
+        # In ``collectives.call``, an error on one replica makes all replicas raise.
         normalized: Array = self._replicas(self._forward).collectives.call(
             self._forward, self._normalized, x, training
         )

@@ -170,7 +170,7 @@ def is_block_size(nbytes: int) -> bool:
 
 
 def part_of(count: int, rank: int, size: int) -> range:
-    """Return a rank's range of ``count`` items; the first ranks get a remaining item."""
+    """Return a rank's range of ``count`` items; the first ranks get one item more."""
     each, more = divmod(count, size)
     start = rank * each + min(rank, more)
     return range(start, start + each + (rank < more))

@@ -328,7 +328,7 @@ class Replicated:
         return marks
 
     def _finish(self, buckets: Buckets, marks: Array) -> Array:
-        """Start the last reductions; copy the sums to the gradients; return all marks."""
+        """Start the last reductions; copy sums to gradients; return summed marks."""
         buckets.start_rest()
         rest = [index for index in self._expected if index not in buckets]
         last = self._reduce(rest, marks, waits=False)

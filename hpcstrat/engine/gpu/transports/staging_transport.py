@@ -21,8 +21,8 @@ begins the next part. `hpcstrat.engine.channel.shared_rings` has two
 requirements. First, a rank must reach step ``n - 1`` only after its last read of the
 memory of step ``n - 3``. Ranks meet this requirement, because each piece of memory
 belongs to one step, and a rank has read the results of step ``n - 3`` before it writes
-its values for step ``n - 1``. Second, all ranks must use memory of the same sizes in the same
-order. Ranks meet this requirement, because the parts depend on the plan only.
+its values for step ``n - 1``. Second, all ranks must use memory of the same sizes in
+the same order. Ranks meet this requirement, because the parts depend on the plan only.
 """
 
 from __future__ import annotations
