@@ -58,12 +58,17 @@ def one_thread_at_a_time(method: _Method) -> _Method:
 
 
 class _Sending:
-    """An MPI request that sends data, and a reference to the data's memory."""
+    """An MPI request that sends data, and a reference to the data's memory.
+
+    Set ``request`` to the result of the MPI call directly: an interrupt in between
+    would lose the request, while MPI still reads the memory.
+    """
 
     __slots__ = ("data", "request")
 
-    def __init__(self, request: Any, data: Any) -> None:
-        self.request, self.data = request, data
+    def __init__(self, data: Any) -> None:
+        self.request: Any = None
+        self.data = data
 
     def __del__(self) -> None:
         if self.request:
@@ -75,13 +80,11 @@ class _Arriving:
 
     __slots__ = ("buffers", "payload", "requests", "source")
 
-    def __init__(
-        self, source: int, payload: Any, buffers: Any = (), requests: Any = ()
-    ) -> None:
+    def __init__(self, source: int, payload: Any, buffers: Any = ()) -> None:
         self.source = source
         self.payload = payload
         self.buffers = buffers
-        self.requests = requests
+        self.requests: list[Any] = []
 
     def message(self) -> Any:
         """Return the message. All its pieces must have arrived."""
@@ -169,14 +172,14 @@ class Mailbox:
 
     def _start(self, rank: int, data: Any, tag: int) -> _Sending | None:
         """Start to send; return the entry in the outbox, or None if nothing is left."""
+        one = _Sending(data)
         try:
-            request = self._comm.Isend([data, self._mpi.BYTE], rank, tag)
-            if request.Test():
+            one.request = self._comm.Isend([data, self._mpi.BYTE], rank, tag)
+            if one.request.Test():
                 return None
         except self._mpi.Exception as error:
             self._note_loss(error)
             return None
-        one = _Sending(request, data)
         self._outbox.append(one)
         return one
 
@@ -254,16 +257,11 @@ class Mailbox:
         payload, sizes = pickle.loads(memoryview(data)[1:])
         kind = np.dtype(np.uint8)
         buffers = [self._recycler.empty((size,), kind) for size in sizes]
-        requests = [
-            self._comm.Irecv(
-                [buffer[start : start + _PIECE_BYTES], self._mpi.BYTE],
-                source,
-                tag + _PIECES,
-            )
-            for buffer in buffers
-            for start in range(0, len(buffer), _PIECE_BYTES)
-        ]
-        one = _Arriving(source, payload, buffers, requests)
+        one = _Arriving(source, payload, buffers)
+        for buffer in buffers:
+            for start in range(0, len(buffer), _PIECE_BYTES):
+                piece = [buffer[start : start + _PIECE_BYTES], self._mpi.BYTE]
+                one.requests.append(self._comm.Irecv(piece, source, tag + _PIECES))
         if tag == REPLY:
             whole = self.wait(
                 lambda: self._is_whole(one) or (source in self.lost and "lost"),

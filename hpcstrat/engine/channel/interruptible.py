@@ -57,9 +57,6 @@ class InterruptibleComm:
         # Free receive buffers that can be reused, by size.
         self._rooms: dict[int, list[Any]] = {}
 
-    def _done(self, request: Any, nbytes: int = 0) -> None:
-        self._finish(Message(request), nbytes)
-
     def _finish(self, awaited: Waitable, nbytes: int) -> None:
         # Spin for the expected time: the transfer may stop while this rank sleeps.
         end = time.monotonic() + nbytes / _BYTES_PER_SECOND if nbytes else 0.0
@@ -71,11 +68,11 @@ class InterruptibleComm:
 
     def Barrier(self) -> None:  # noqa: N802
         """Wait for all ranks."""
-        self._done(self._comm.Ibarrier())
+        self._finish(Message(self._comm.Ibarrier), 0)
 
     def Bcast(self, buffer: Any, root: int = 0) -> None:  # noqa: N802
         """Copy the root's contiguous array into ``buffer`` of all ranks."""
-        self._done(self._comm.Ibcast(buffer, root), buffer.nbytes)
+        self._finish(Message(self._comm.Ibcast, buffer, root), buffer.nbytes)
 
     def Allreduce(self, send: Any, receive: Any, op: Any) -> None:  # noqa: N802
         """Combine the arrays of all ranks by an operation of MPI."""
@@ -83,15 +80,15 @@ class InterruptibleComm:
 
     def Iallreduce(self, send: Any, receive: Any, op: Any) -> Exchange:  # noqa: N802
         """Start to combine the arrays of all ranks by an operation of MPI."""
-        return Message(self._comm.Iallreduce(send, receive, op), send, receive)
+        return Message(self._comm.Iallreduce, send, receive, op)
 
     def Allgatherv(self, send: Any, receive: Any) -> None:  # noqa: N802
         """Concatenate the arrays of all ranks into the array ``receive[0]``."""
-        self._done(self._comm.Iallgatherv(send, receive), receive[0].nbytes)
+        self._finish(Message(self._comm.Iallgatherv, send, receive), receive[0].nbytes)
 
     def Alltoallv(self, send: Any, receive: Any) -> None:  # noqa: N802
         """Send part ``r`` of this rank's array to each rank ``r``."""
-        self._done(self._comm.Ialltoallv(send, receive), receive[0].nbytes)
+        self._finish(Message(self._comm.Ialltoallv, send, receive), receive[0].nbytes)
 
     def start(
         self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int
@@ -150,7 +147,7 @@ class InterruptibleComm:
         """
         sent = np.array(own, np.int64)
         found = np.empty((self.size, sent.size), np.int64)
-        self._done(self._comm.Iallgather(sent, found))
+        self._finish(Message(self._comm.Iallgather, sent, found), 0)
         return found
 
     def gather_in_place(self, whole: Any, sizes: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ header no rank may fail alone, because the other ranks would wait for its data.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
 from hpcstrat.engine.topology.kept_requests import keep
@@ -118,7 +118,8 @@ class Exchange(Waitable):
 
 
 class Message(Exchange):
-    """One nonblocking MPI call, given by its active request."""
+    """One nonblocking MPI call, which the constructor makes."""
 
-    def __init__(self, request: Any, *arrays: Any) -> None:
-        self.requests, self._arrays = [request], arrays
+    def __init__(self, call: Callable[..., Any], *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.requests.append(call(*arguments))

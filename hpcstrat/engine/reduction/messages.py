@@ -168,7 +168,7 @@ class Messages:
             return Transfer(self.collectives, call, iter(()))
         self._begin(call)
         exchange, start = Exchange(), self._comm.Irecv
-        expected.message = Message(start(expected.memory, source, _NUM_TAGS * tag))
+        expected.message = Message(start, expected.memory, source, _NUM_TAGS * tag)
         queue = self._expected.setdefault((source, tag), deque())
         queue.append(expected)
         rest = room = np.empty(0, np.uint8)

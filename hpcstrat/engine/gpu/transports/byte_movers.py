@@ -122,7 +122,7 @@ class StagedMover:
         size = at + last - first
         for start in range(0, size, PIECE_BYTES):
             piece = host[start : min(size, start + PIECE_BYTES)]
-            yield Message(self._comm.Ibcast(piece, root))
+            yield Message(self._comm.Ibcast, piece, root)
 
     def all_gather(self, own: Any, out: Any, counts: Sequence[int]) -> WaitSteps:
         """Concatenate the ranks' bytes, ``counts[r]`` of rank ``r``; see `all_gather`.
@@ -154,7 +154,7 @@ class StagedMover:
             host = self._gathered[chunk % 2]
             sent = self._passed[chunk % 2][: sizes[self._comm.rank]]
             received = [host[: sum(sizes)], sizes, self._mpi.BYTE]
-            yield Message(self._comm.Iallgatherv([sent, self._mpi.BYTE], received))
+            yield Message(self._comm.Iallgatherv, [sent, self._mpi.BYTE], received)
             at = 0
             for start, (low, high) in zip(starts, shares, strict=False):
                 self._up(out[start + low : start + high], host[at:])

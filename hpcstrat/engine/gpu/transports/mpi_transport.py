@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.channel.waitable import Message, WaitSteps
+from hpcstrat.engine.channel.waitable import Exchange, WaitSteps
 from hpcstrat.engine.collectives.work import Work
 from hpcstrat.engine.gpu import kernels
 from hpcstrat.engine.gpu.device_memory import Buffers
@@ -177,7 +177,7 @@ class MpiTransport:
             return values[start + low : start + high]
 
         adding = (size - 1) * chunks
-        flights: deque[tuple[list[Message], Any, Any]] = deque()
+        flights: deque[tuple[list[Exchange], Any, Any]] = deque()
         for flight in range(2 * adding + window):
             if flight >= window:
                 messages, own, theirs = flights.popleft()
@@ -209,22 +209,24 @@ class MpiTransport:
     def _add(self, one: Any, other: Any, out: Any) -> None:
         kernels.add(one, other, out, self.lane.stream)
 
-    def _send(self, array: Any, rank: int) -> list[Message]:
+    def _send(self, array: Any, rank: int) -> list[Exchange]:
         """Begin to send an array, which must not be written before completion."""
         return self._begin(self._comm.Isend, array, rank)
 
-    def _receive(self, array: Any, rank: int) -> list[Message]:
+    def _receive(self, array: Any, rank: int) -> list[Exchange]:
         """Begin to receive an array, which must not be used before completion."""
         return self._begin(self._comm.Irecv, array, rank)
 
-    def _begin(self, call: Any, array: Any, rank: int) -> list[Message]:
+    def _begin(self, call: Any, array: Any, rank: int) -> list[Exchange]:
         nbytes = array.nbytes
         if not nbytes:
             return []
         # MPI accepts an address in GPU memory like an address in host memory.
         buffer = self._mpi.buffer.fromaddress(array.data.ptr, nbytes)
-        # The message keeps the array alive, because the request only has its address.
-        return [Message(call([buffer, nbytes, self._mpi.BYTE], rank, _TAG), array)]
+        # Keep the array alive, because the request only has its address.
+        exchange = Exchange(array)
+        exchange.requests.append(call([buffer, nbytes, self._mpi.BYTE], rank, _TAG))
+        return [exchange]
 
     def close(self) -> None:
         """Free the buffers; all calls must have ended."""

@@ -141,7 +141,7 @@ class NcclGroup:
         # Agree that no rank has failed: NCCL would wait forever for a failed rank.
         yield from self._raise_on_all(problem)
         if self.size > 1:
-            yield Message(self._mpi_comm.Ibcast(unique, 0))
+            yield Message(self._mpi_comm.Ibcast, unique, 0)
         # CuPy returns the NCCL id as bytes, or in older versions as a tuple of C chars.
         *numbers, plain = unique.tolist()
         identity = bytes(numbers) if plain else tuple(numbers)
@@ -342,12 +342,12 @@ def _error_on_any_rank(
     Collective over ``comm``. ``problem`` is this rank's error text; empty if none.
     """
     last = np.array([comm.rank if problem else -1], np.int64)
-    yield Message(comm.Iallreduce(mpi.IN_PLACE, last, op=mpi.MAX))
+    yield Message(comm.Iallreduce, mpi.IN_PLACE, last, mpi.MAX)
     if last[0] < 0:
         return ""
     text = np.zeros(_TEXT_BYTES, np.uint8)
     own = problem.encode(errors="replace")[:_TEXT_BYTES]
     if last[0] == comm.rank:
         text[: len(own)] = np.frombuffer(own, np.uint8)
-    yield Message(comm.Ibcast(text, int(last[0])))
+    yield Message(comm.Ibcast, text, int(last[0]))
     return text.tobytes().rstrip(b"\0").decode(errors="replace")

@@ -40,11 +40,23 @@ def exchange(request: _Request) -> Exchange:
     return made
 
 
+def sending(request: _Request) -> _Sending:
+    made = _Sending(request.memory)
+    made.request = request
+    return made
+
+
+def arriving(request: _Request) -> _Arriving:
+    made = _Arriving(0, b"", [request.memory])
+    made.requests.append(request)
+    return made
+
+
 HOLDERS = {
-    "message": Message,
+    "message": lambda request: Message(lambda _: request, request.memory),
     "exchange": exchange,
-    "sending": lambda request: _Sending(request, request.memory),
-    "arriving": lambda request: _Arriving(0, b"", [request.memory], [request]),
+    "sending": sending,
+    "arriving": arriving,
 }
 
 
