@@ -114,7 +114,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the plugins for durations, and for selection by module."""
-    config.pluginmanager.register(Durations())
+    config.pluginmanager.register(Durations(), "durations")
     if modules := config.getoption("modules"):
         try:
             files = selection.files_for(modules)

@@ -24,9 +24,10 @@ class UpdateBackend(Protocol):
     """
 
     sums_whole: bool
-    """Whether each rank has the complete sums, equal on all ranks.
+    """Whether each rank has the plain sums of all gradients, equal on all ranks.
 
-    If not, ``sharded=True`` and `Optimizer.apply_combined` are refused."""
+    If not, ``sharded=True`` and `Optimizer.apply_combined`, which do not call `reduce`,
+    are refused."""
 
     sums_in_place: bool
     """Whether gradients can be summed in the memory that the update then reads."""

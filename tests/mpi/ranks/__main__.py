@@ -24,6 +24,9 @@ from tests.reach.noted import VARIABLE, Noted  # noqa: E402
 OPTIONS = (
     "-p",
     "no:cacheprovider",
+    # The failures must be the last lines.
+    "-p",
+    "no:durations",
     "-q",
     "-o",
     "python_files=check_*.py",
