@@ -43,6 +43,7 @@ __all__ = [
     "exchanges",
     "reduce_by_exchange",
     "reduce_by_mpi",
+    "reduce_run",
     "rounded_sum",
 ]
 
@@ -75,7 +76,7 @@ def reduce_by_mpi(work: Work, channel: Channel) -> WaitSteps:
     comm = channel.interruptible(channel.topology.replica_comm)
     yield HEADER
     for run in itertools.chain.from_iterable(work.pieces):
-        yield from _reduce_run(run, work, comm, _sum_by_mpi)
+        yield from reduce_run(run, work, comm, _sum_by_mpi)
 
 
 def reduce_by_exchange(work: Work, channel: Channel) -> WaitSteps:
@@ -86,13 +87,17 @@ def reduce_by_exchange(work: Work, channel: Channel) -> WaitSteps:
     comm, pipeline = channel.interruptible(channel.topology.replica_comm), Pipeline()
     yield HEADER
     for run in itertools.chain.from_iterable(work.pieces):
-        yield from pipeline.add(_reduce_run(run, work, comm, exchanged_sum))
+        yield from pipeline.add(reduce_run(run, work, comm, exchanged_sum))
     yield from pipeline.end()
 
 
-def _reduce_run(
+def reduce_run(
     run: Run, work: Work, comm: InterruptibleComm, sum_over: Callable[..., WaitSteps]
 ) -> WaitSteps:
+    """Sum one run of a piece by ``sum_over``, without a copy if possible.
+
+    Collective over ``comm``.
+    """
     index, start, stop, _ = run.spans[0]
     source, result = work.sources[index], work.results[index]
     if len(run.spans) == 1 and source.dtype == run.dtype == result.dtype:

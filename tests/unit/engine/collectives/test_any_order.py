@@ -243,7 +243,7 @@ def test_sums_are_right_in_any_order(num_workers: int, data: Any) -> None:
         most += most_bytes(call, how, sizes, made[0].call.nbytes)
     for start, size in zip(starts, sizes, strict=False):
         sent = sum(wire.sent_bytes[rank] for rank in range(start, start + size))
-        assert sent <= most
+        assert sent <= most, f"a worker sent {sent} bytes; most_bytes allows {most}"
     # No message is left that a later call could receive by mistake.
     assert not wire.left()
     for collectives in ranks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from typing import Any
 
@@ -102,3 +103,38 @@ def test_requests_are_let_go_of_in_any_order() -> None:
         gc.collect()
         left = [one for one in seen if one() is not None]
         assert len(left) == sum(one is not None for one in requests)
+
+
+def test_an_error_right_after_the_call_of_mpi_loses_no_request() -> None:
+    own = Message.__init__.__code__, Exchange.__init__.__code__
+    # Raise an error at each line of the constructors, in turn.
+    for number in range(1, 20):
+        memory, made, left = np.zeros(3), list[_Request](), [number]
+        seen = weakref.ref(memory)
+
+        def call(memory: Any, made: list[_Request] = made) -> _Request:
+            made.append(_Request(memory))
+            return made[0]
+
+        def trace(frame: Any, what: str, _: Any, left: list[int] = left) -> Any:
+            if what == "line" and frame.f_code in own:
+                left[0] -= 1
+                if left[0] == 0:
+                    raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            Message(call, memory)
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        finally:
+            sys.settrace(None)
+        was_made = bool(made)
+        made.clear()
+        del memory
+        gc.collect()
+        assert not was_made or seen() is not None, "MPI may still write there"
+    assert number > 2
