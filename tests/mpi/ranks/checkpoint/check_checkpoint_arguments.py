@@ -139,7 +139,7 @@ def test_links_that_lead_nowhere_do_not_stop_saves(
 def _descriptors(count: int) -> Iterator[None]:
     """Limit this process to ``count`` further file descriptors."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[0]), before[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[0]), before[1]))
     held: list[int] = []
     try:
         try:
