@@ -83,10 +83,10 @@ def select(nbytes: int, topology: Topology, options: CommunicationOptions) -> Ch
         return replace(choice, small=nbytes <= most)
     # Up to MOST_DIRECT_RANKS ranks never use MPI's allreduce, so that their values are
     # always added in replica order.
-    ranks = topology.worker_comm.size
-    if ranks <= MOST_DIRECT_RANKS or nbytes >= ranks * FROM_BYTES_PER_RANK:
+    if topology.worker_comm.size <= MOST_DIRECT_RANKS:
         return shared_memory(nbytes, topology, options)
-    return by_mpi(nbytes, topology, options)
+    large = nbytes >= topology.worker_comm.size * FROM_BYTES_PER_RANK
+    return (shared_memory if large else by_mpi)(nbytes, topology, options)
 
 
 def _between_workers(
