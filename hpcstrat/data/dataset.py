@@ -94,7 +94,7 @@ class Dataset:
         seed: int = 0,
         drop_remainder: bool = False,
     ) -> None:
-        # How this data set was made; for the library's own modules.
+        # The steps that made this data set; for the library's own modules.
         self.lineage: Lineage
         if isinstance(source, Lineage):
             # The methods of this class pass a lineage instead of a source.

@@ -24,7 +24,7 @@ class UpdateBackend(Protocol):
     """
 
     sums_whole: bool
-    """Whether each rank has the plain sums of all gradients, equal on all ranks.
+    """True if each rank has the plain sums of all gradients, equal on all ranks.
 
     If not, ``sharded=True`` and `Optimizer.apply_combined`, which do not call `reduce`,
     are refused."""

@@ -94,7 +94,7 @@ class FileLayout:
 
     @cached_property
     def has_rows(self) -> bool:
-        """Whether some dataset is divided into rows that only some replicas have."""
+        """Return whether some dataset has rows that only some replicas have."""
         return any(extent.num_rows for extent in self.extents)
 
     def row_of(self, extent: Extent, replica: int) -> int:

@@ -117,8 +117,8 @@ def fill_steps(
     part.seconds = every[:, 0].max(axis=0).tolist()
     for row, name in enumerate(("own", *_OBSERVED)):
         setattr(part, f"{name}_seconds", every[:, row].mean(axis=0).tolist())
-        # Of each replica, store only the sum over its repeats: the repeats of thousands
-        # of replicas would need a large file.
+        # Store only the sum of each replica's repeats, because the single repeats of
+        # thousands of replicas would need a large file.
         part.replicas[f"{name}_seconds"] = every[:, row].sum(axis=1).tolist()
 
 
