@@ -31,7 +31,7 @@ class Worker:
     def __init__(self, module: Any, ranks: int, ring_bytes: int = 256 << 10) -> None:
         common = mmap.PAGESIZE
         memory = mmap.mmap(-1, common + ranks * ring_bytes)
-        sizes = common, ring_bytes, ring_bytes
+        sizes = common, ring_bytes, ring_bytes, ring_bytes // 4
         self.module = module
         self.kernels = [
             module.Kernel(memory, *sizes, rank, ranks) for rank in range(ranks)

@@ -31,7 +31,7 @@ from hpcstrat.engine.channel.waitable import (
     WaitSteps,
 )
 from hpcstrat.engine.channel.waiting import Waiter, Waiting
-from hpcstrat.engine.channel.wire_headers import WireHeaders
+from hpcstrat.engine.channel.wire_headers import WireHeaders, make_worker_values
 from hpcstrat.engine.observe.arrivals import Arrivals
 from hpcstrat.engine.observe.timeline import active
 from hpcstrat.engine.topology.topology import Topology
@@ -67,7 +67,9 @@ class Channel:
         self.topology = topology
         # The compiled kernel that sums in this worker's memory, or None if some rank
         # does not have it. The kernel also holds the state of the calls.
-        self.kernel = make_kernel(topology) if native else None
+        in_worker = make_kernel(topology) if native else None
+        values = make_worker_values(topology) if native else None
+        self.kernel = in_worker if values is None else values.kernel
         self.state: Any = CallState() if self.kernel is None else self.kernel
         self.closed, self.elsewhere, self.notice = False, None, ""
         active.channels.add(self)
@@ -83,8 +85,8 @@ class Channel:
         self.failures = Failures(self, self._comm)
         self.steps = (
             SegmentHeaders(topology)
-            if self.kernel is None
-            else KernelHeaders(topology, self.kernel)
+            if in_worker is None
+            else KernelHeaders(topology, in_worker)
         )
         self.rings = SharedRings(topology, self.state)
         self.arrivals = Arrivals(topology, self._comm, lambda: self.num_calls)
@@ -94,7 +96,9 @@ class Channel:
         # Headers between workers, which also contain the values of small reductions.
         self.wire: WireHeaders | None = None
         if topology.num_workers > 1:
-            self.wire = WireHeaders(topology, self._comm, self.steps, self.rings)
+            self.wire = WireHeaders(
+                topology, self._comm, self.steps, self.rings, values
+            )
         self.headers: SegmentHeaders | WireHeaders = self.wire or self.steps
 
     @property
@@ -190,11 +194,6 @@ class Channel:
             failures.refuse(call)
         try:
             self.post(call, run, flags, carried)
-            agreed = self.headers.agreed
-            for _ in range(self.waiter.quick_looks):
-                if agreed():
-                    self.state.last_call = call
-                    return True
             return self.wait_header(call, timeout_seconds)
         except BaseException as error:
             failures.interrupted(call, error)
@@ -237,9 +236,16 @@ class Channel:
 
     def wait_header(self, call: Call, timeout_seconds: float | None) -> bool:
         """Wait for the headers of all ranks, and return whether all are equal."""
-        came = self.waiter.wait_header(self.headers, call, timeout_seconds)
+        agreed = self.headers.agreed
+        for _ in range(self.waiter.quick_looks):
+            if agreed():
+                break
+        else:
+            if not self.waiter.wait_header(self.headers, call, timeout_seconds):
+                self.state.last_call = call
+                return False
         self.state.last_call = call
-        return came
+        return True
 
     # Exchanges of data.
 

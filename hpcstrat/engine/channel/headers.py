@@ -159,8 +159,9 @@ def make_kernel(topology: Topology) -> Any:
     comm, segment = topology.worker_comm, topology.segment
     module, kernel = load(), None
     if module is not None and comm.size > 1:
-        ring_bytes = topology.slot_bytes * SLOTS_IN_RING
-        sizes = segment.common_bytes, segment.part_bytes, ring_bytes
+        slot = topology.slot_bytes
+        rings = segment.part_bytes, slot * SLOTS_IN_RING, slot
+        sizes = segment.common_bytes, *rings
         # The kernel refuses memory that is not aligned; an MPI window may be unaligned.
         with contextlib.suppress(ValueError):
             kernel = module.Kernel(segment.buffer, *sizes, comm.rank, comm.size)

@@ -142,6 +142,8 @@ class Waiter:
         state.looks = self._looks_of_kernel()
 
     def _looks_of_kernel(self) -> int:
+        if self._on_wire:
+            return 0
         if self._shares_cores:
             return self.quick_looks
         looks = int(self._spin.seconds * _KERNEL_LOOKS_PER_SECOND)

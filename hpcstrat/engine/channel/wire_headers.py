@@ -31,9 +31,11 @@ from hpcstrat.engine.channel.headers import SegmentHeaders
 from hpcstrat.engine.channel.interruptible import EAGER_BYTES
 from hpcstrat.engine.channel.shared_rings import SharedRings
 from hpcstrat.engine.channel.waitable import HeaderPayload, Waitable
+from hpcstrat.engine.channel.worker_values import WorkerValues
+from hpcstrat.engine.native import load
 from hpcstrat.engine.topology.topology import Topology
 
-__all__ = ["HEADER_BYTES", "WireHeaders", "room_bytes"]
+__all__ = ["HEADER_BYTES", "WireHeaders", "make_worker_values", "room_bytes"]
 
 _HEADER = struct.Struct("=4q")
 HEADER_BYTES = _HEADER.size
@@ -82,15 +84,34 @@ def room_bytes(num_workers: int, *, narrows: bool = False) -> int:
     return room // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
 
 
+def make_worker_values(topology: Topology) -> WorkerValues | None:
+    """Return the kernel's memory for `WireHeaders`; None without a kernel.
+
+    Only a worker of one replica has such memory. Not collective: a sum has the same
+    bits with and without the kernel.
+    """
+    size = topology.num_workers
+    if size == 1 or topology.worker_comm.size > 1 or load() is None:
+        return None
+    return WorkerValues(topology.worker_id, size, room_bytes(size), HEADER_BYTES)
+
+
 class WireHeaders(Waitable):
     """The headers of one rank among several workers.
 
     The constructor is collective over ``topology.replica_comm``. ``comm`` is the
-    channel's own communicator.
+    channel's own communicator. ``values`` is the kernel's memory for the values of all
+    workers, or None: with two workers, messages are sent from this memory and received
+    into it.
     """
 
     def __init__(
-        self, topology: Topology, comm: Any, segment: SegmentHeaders, rings: SharedRings
+        self,
+        topology: Topology,
+        comm: Any,
+        segment: SegmentHeaders,
+        rings: SharedRings,
+        values: WorkerValues | None = None,
     ) -> None:
         self._comm, self._segment, self._rings = comm, segment, rings
         self.alone = topology.worker_comm.size == 1
@@ -109,8 +130,12 @@ class WireHeaders(Waitable):
             self.counts.append(min(distance, size - distance))
         counts = self.counts if leads else []
         # The send buffer, with this worker's values first, and the receive buffers.
-        self.out = np.zeros(HEADER_BYTES + max(counts, default=0) * room, np.uint8)
-        self.came = [np.zeros(HEADER_BYTES + n * room, np.uint8) for n in counts]
+        self.values = values
+        if values is not None and size == 2:
+            self.out, *self.came = values.messages[me], values.messages[1 - me]
+        else:
+            self.out = np.zeros(HEADER_BYTES + max(counts, default=0) * room, np.uint8)
+            self.came = [np.zeros(HEADER_BYTES + n * room, np.uint8) for n in counts]
         # Memory for the sum of all workers' values.
         self.total = np.zeros(room if leads else 0, np.uint8)
         self._header: Any = self.out.data[:HEADER_BYTES]
@@ -208,7 +233,7 @@ class WireHeaders(Waitable):
             sent, sends, receives = requests[step]
             sent.Start()
             receive.Start()
-            behind = _started(sends)
+            behind = _started(sends) if sends else []
             # Wait for the send, too, because the next message uses the same buffer.
             while not (receive.Test() and sent.Test()):
                 yield
@@ -221,7 +246,8 @@ class WireHeaders(Waitable):
                 self._header[:] = _DIFFERENT
                 nbytes = max(0, _HEADER.unpack(header)[-1] >> _FLAG_BITS)
                 receives = self._requests_for(nbytes)[step][-1]
-            behind += _started(receives)
+            if receives:
+                behind += _started(receives)
             while behind and not type(behind[0]).Testall(behind):
                 yield
             if load is not None:

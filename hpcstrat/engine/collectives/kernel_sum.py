@@ -20,13 +20,15 @@ import numpy as np
 
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
+from hpcstrat.engine.channel.waitable import HeaderStep, WaitSteps
+from hpcstrat.engine.channel.wire_headers import HEADER_BYTES, WireHeaders
+from hpcstrat.engine.channel.worker_values import WorkerValues
 from hpcstrat.engine.collectives.plan import Plan, Request
 from hpcstrat.engine.collectives.work import Choice, Work
 from hpcstrat.engine.native import load, type_codes
 from hpcstrat.engine.typing import Array
 
-__all__ = ["KernelSum", "kernel_codes"]
+__all__ = ["KernelSum", "SentValues", "kernel_codes"]
 
 # The kernel allocates results below this size; larger results use recycled memory.
 _SMALL_BYTES = 32 << 10
@@ -46,26 +48,84 @@ def kernel_codes(request: Request, channel: Channel) -> bytes | None:
     return type_codes([dtype for dtype, _ in request.signatures], means=means)
 
 
+class SentValues:
+    """The `HeaderPayload` of a call whose values the kernel copies and adds.
+
+    ``nbytes`` is the size in bytes of the values of each worker. With two workers, the
+    kernel's places are parts of the messages; with more, values are copied.
+    """
+
+    def __init__(self, values: WorkerValues, headers: WireHeaders, nbytes: int) -> None:
+        self.nbytes = nbytes
+        places, me = values.places[:, :nbytes], headers.worker
+        most = max(headers.counts)
+        # The values of this worker and of the next workers, in the messages it sends.
+        sent = _blocks(headers.out, most, nbytes)
+        # Destination and source of copies: before the first message, and, for each
+        # step, of the received values.
+        self._gathered: list[tuple[Array, Array]] = []
+        self._taken: list[list[tuple[Array, Array]]] = [[] for _ in headers.counts]
+        if headers.num_workers > 2:
+            self._gathered = [(sent[0], places[me])]
+            for step, count in enumerate(headers.counts):
+                came = _blocks(headers.came[step], count, nbytes)
+                first = (me + (1 << step)) % headers.num_workers
+                until_last = min(count, headers.num_workers - first)
+                later = max(0, min(count, most - (1 << step)))
+                self._taken[step] = [
+                    (places[first : first + until_last], came[:until_last]),
+                    (places[: count - until_last], came[until_last:]),
+                    (sent[1 << step :][:later], came[:later]),
+                ]
+        # Lets the kernel find the records of all workers, and add their values.
+        self.finish = values.kernel.arrive
+
+    def gather(self) -> None:
+        """Copy this worker's values from its place behind the header of its message."""
+        for to, source in self._gathered:
+            to[...] = source
+
+    def take(self, step: int) -> None:
+        """Copy the values received in a step to their places, and to later messages."""
+        for to, source in self._taken[step]:
+            to[...] = source
+
+
+def _blocks(message: Array, count: int, nbytes: int) -> Array:
+    """Return the values behind a message's header, one row for each worker."""
+    behind = message[HEADER_BYTES : HEADER_BYTES + count * nbytes]
+    return behind.reshape(count, nbytes)
+
+
 class KernelSum(Plan):
     """The plan of a sum by the kernel, for replicas that are all on one worker.
 
-    `run` and `repeat` are collective over ``topology.worker_comm``.
+    For workers of one replica, ``carried`` has the values of all workers, which are
+    sent in the header; one piece contains all arrays. `run` and `repeat` are collective
+    over ``topology.replica_comm``.
     """
 
     def __init__(
-        self, request: Request, choice: Choice, channel: Channel, codes: bytes
+        self,
+        request: Request,
+        choice: Choice,
+        channel: Channel,
+        codes: bytes,
+        carried: SentValues | None = None,
     ) -> None:
         # Each of three or more ranks adds a segment, unless the call is small.
         scattered = channel.topology.num_replicas > 2 and not choice.small
-        algorithm = functools.partial(_reduce, codes=codes, scattered=scattered)
+        self._carried = carried
+        how = {"codes": codes, "scattered": scattered, "carried": carried}
+        algorithm = functools.partial(_reduce, **how)
         super().__init__(request, replace(choice, algorithm=algorithm), channel)
         # Arrays with the right shapes and dtypes, but without memory for each element.
         likes = [np.broadcast_to(np.empty((), d), s) for d, s in self.signatures]
         result_likes = [np.broadcast_to(np.empty((), d), s) for s, d in self.results]
         large = max(like.nbytes for like in result_likes) >= _SMALL_BYTES
         made = channel.kernel, codes, likes, result_likes, choice.piece_bytes
-        how = self.divisor, scattered, self.call, self.call.digest
-        self._sum = load().Sum(*made, *how, self._allocate if large else None)
+        rest = self.divisor, scattered, self.call, self.call.digest
+        self._sum = load().Sum(*made, *rest, self._allocate if large else None)
 
     def keep(self, repeat: Any, request: Any, timeout_seconds: float | None) -> None:
         """Let the kernel make later calls of this kind itself, see `Plan.keep`."""
@@ -73,7 +133,8 @@ class KernelSum(Plan):
         op, what, structure = request
         # All forms in which callers pass the operation: "sum", ReduceOp.SUM, "SUM".
         names = sys.intern(op.name.lower()), op, op.name
-        wait = functools.partial(_wait, channel, self.call, timeout_seconds)
+        fixed = channel, self.call, timeout_seconds, self._carried
+        wait = functools.partial(_wait, *fixed)
         leave, listed = channel.failures.leave, structure is not None
         self._sum.keep(repeat, what, names, listed, wait, leave)
 
@@ -87,7 +148,8 @@ class KernelSum(Plan):
             return None
         found = self._sum.reduce(arrays, outs)
         if type(found) is int:
-            return _wait(channel, self.call, timeout_seconds, self._sum, found)
+            fixed = channel, self.call, timeout_seconds, self._carried
+            return _wait(*fixed, self._sum, found)
         return found
 
     def run(
@@ -105,18 +167,25 @@ class KernelSum(Plan):
             targets = [np.require(r, requirements=["C", "A", "W"]) for r in results]
             started = self._sum.start(sources, targets)
             assert started
-        channel.agree(self.call, timeout_seconds)
-        _finish(channel, self.call, self._sum)
+        channel.agree(self.call, timeout_seconds, self._carried)
+        _finish(channel, self.call, self._carried, self._sum)
         for result, target in zip(results, targets, strict=True):
             if target is not result:
                 result[...] = target
 
 
 def _wait(
-    channel: Any, call: Call, timeout_seconds: float | None, one: Any, found: int
+    channel: Any,
+    call: Call,
+    timeout_seconds: float | None,
+    carried: SentValues | None,
+    one: Any,
+    found: int,
 ) -> Any:
     """Wait for the ranks that the kernel found missing; then return the results."""
     try:
+        if carried is not None:
+            channel.wire.post(channel.state.run_fingerprint, call.digest, 0, carried)
         if found == _HEADER_AWAITED and not channel.wait_header(call, timeout_seconds):
             found = _DIFFERS
         channel.state.last_call = call
@@ -124,12 +193,16 @@ def _wait(
         channel.failures.interrupted(call, error)
         raise
     if found == _DIFFERS:
-        channel.failures.settle(call, timeout_seconds)
-    return _finish(channel, call, one)
+        channel.failures.settle(call, timeout_seconds, carried)
+    return _finish(channel, call, carried, one)
 
 
-def _finish(channel: Any, call: Call, one: Any) -> Any:
+def _finish(channel: Any, call: Call, carried: SentValues | None, one: Any) -> Any:
     """Make all steps of a kernel call after its header; return the results."""
+    if carried is not None:
+        # All values have arrived with the header: no other rank waits for this one.
+        one.go_on(0)
+        return one.take_results()
     with channel.moving(call):
         while one.go_on(channel.state.looks) != _DONE:
             # `wait` raises CollectiveError if the ranks are in different steps.
@@ -138,7 +211,12 @@ def _finish(channel: Any, call: Call, one: Any) -> Any:
 
 
 def _reduce(
-    work: Work, channel: Channel, *, codes: bytes, scattered: bool
+    work: Work,
+    channel: Channel,
+    *,
+    codes: bytes,
+    scattered: bool,
+    carried: SentValues | None,
 ) -> WaitSteps:
     """Sum by the kernel in separate steps, so that a started call can use it."""
     sources, results = list(work.sources), list(work.results)
@@ -146,7 +224,7 @@ def _reduce(
     one = load().Sum(*made, scattered, work.call, work.call.digest, None)
     started = one.start(sources, results)
     assert started
-    yield HEADER
+    yield HeaderStep(carried)
     while one.go_on(0) != _DONE:
         yield channel.steps
     one.take_results()

@@ -112,7 +112,8 @@ typedef struct {
     int64_t run;
     record *records;
     char *rings;
-    size_t room, ring;
+    /* Bytes from one rank's ring to the next, of a ring, and of its largest place. */
+    size_t room, ring, slot;
     int rank, size;
     /* Number of rounds of trials so far, equal on all ranks, and the number this rank requests. */
     uint64_t num_trials, wanted_trials;
@@ -849,9 +850,9 @@ static int sum_init(PyObject *self, PyObject *args, PyObject *Py_UNUSED(names)) 
     int good = num_arrays > 0 && num_arrays < INT32_MAX && holds_arrays(likes, num_arrays) &&
                holds_arrays(result_likes, num_arrays);
     for (Py_ssize_t i = 0; good && i < num_arrays; i++) good = (unsigned char)codes[i] < NUM_TYPES;
-    size_t slot = k->ring / 4, place = power_of_two((size_t)(piece > 0 ? piece : 0));
-    if (place > slot) place = slot;
-    if (!good || piece < LINE || piece % LINE || (size_t)piece > slot) {
+    size_t place = power_of_two((size_t)(piece > 0 ? piece : 0));
+    if (place > k->slot) place = k->slot;
+    if (!good || piece < LINE || piece % LINE || (size_t)piece > k->slot) {
         PyErr_SetString(PyExc_ValueError, "expected arrays of known types, and pieces that fit");
         return -1;
     }
@@ -871,6 +872,8 @@ static int sum_init(PyObject *self, PyObject *args, PyObject *Py_UNUSED(names)) 
      * leave a part of a cache line unused. */
     size_t used = s->nbytes + LINE * (size_t)s->num_buckets;
     s->place_bytes = power_of_two(used) < place ? power_of_two(used) : place;
+    /* A ring of one place: its values are sent in messages, before the next call begins. */
+    if (k->slot == k->ring) s->place_bytes = k->ring;
     s->stride = k->room;
     return 0;
 }
@@ -899,6 +902,16 @@ static PyObject *kernel_agreed(PyObject *self, PyObject *Py_UNUSED(none)) {
     return PyBool_FromLong(look((kernel *)self) == DONE);
 }
 
+/* arrive(): let all ranks have this rank's present record, in a segment without other processes. */
+static PyObject *kernel_arrive(PyObject *self, PyObject *Py_UNUSED(none)) {
+    kernel *k = (kernel *)self;
+    if (!is_open(k)) return NULL;
+    record *all = k->records + (k->tick & 1) * (size_t)k->size;
+    for (int rank = 0; rank < k->size; rank++)
+        if (rank != k->rank) memcpy(all + rank, all + k->rank, sizeof *all);
+    Py_RETURN_NONE;
+}
+
 static PyObject *kernel_close(PyObject *self, PyObject *Py_UNUSED(none)) {
     kernel *k = (kernel *)self;
     if (k->segment.obj) PyBuffer_Release(&k->segment);
@@ -914,15 +927,16 @@ static void kernel_dealloc(PyObject *self) {
     Py_DECREF(class);
 }
 
-/* Kernel(segment, common_bytes, room_bytes, ring_bytes, rank, size) */
+/* Kernel(segment, common_bytes, room_bytes, ring_bytes, slot_bytes, rank, size) */
 static int kernel_init(PyObject *self, PyObject *args, PyObject *Py_UNUSED(names)) {
     kernel *k = (kernel *)self;
     PyObject *segment;
-    Py_ssize_t common, room, ring;
-    if (!PyArg_ParseTuple(args, "Onnnii", &segment, &common, &room, &ring, &k->rank, &k->size))
+    Py_ssize_t common, room, ring, slot;
+    if (!PyArg_ParseTuple(args, "Onnnnii", &segment, &common, &room, &ring, &slot, &k->rank,
+                          &k->size))
         return -1;
     if (PyObject_GetBuffer(segment, &k->segment, PyBUF_WRITABLE)) return -1;
-    int fits = k->size > 0 && k->rank >= 0 && k->rank < k->size && ring > 0 && ring <= room &&
+    int fits = k->size > 0 && k->rank >= 0 && k->rank < k->size && slot > 0 && slot <= ring && ring <= room &&
                common >= 2 * k->size * LINE && k->segment.len >= common + k->size * room &&
                (uintptr_t)k->segment.buf % LINE == 0 && common % LINE == 0 && room % LINE == 0;
     if (!fits) {
@@ -931,7 +945,7 @@ static int kernel_init(PyObject *self, PyObject *args, PyObject *Py_UNUSED(names
     }
     k->records = k->segment.buf;
     k->rings = (char *)k->segment.buf + common;
-    k->room = (size_t)room, k->ring = (size_t)ring;
+    k->room = (size_t)room, k->ring = (size_t)ring, k->slot = (size_t)slot;
     k->attention = 1;
     return 0;
 }
@@ -939,6 +953,7 @@ static int kernel_init(PyObject *self, PyObject *args, PyObject *Py_UNUSED(names
 static PyMethodDef kernel_methods[] = {
     {"post", kernel_post, METH_VARARGS, NULL},
     {"agreed", kernel_agreed, METH_NOARGS, NULL},
+    {"arrive", kernel_arrive, METH_NOARGS, NULL},
     {"close", kernel_close, METH_NOARGS, NULL},
     {"repeater", kernel_repeater, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
@@ -991,7 +1006,7 @@ PyMODINIT_FUNC PyInit_kernel(void) {
     int good = made && kernel_type && sum_type &&
                !PyModule_AddObjectRef(made, "Kernel", kernel_type) &&
                !PyModule_AddObjectRef(made, "Sum", sum_type) &&
-               !PyModule_AddIntConstant(made, "VERSION", 4);
+               !PyModule_AddIntConstant(made, "VERSION", 5);
     if (!good) Py_CLEAR(made);
     return made;
 }

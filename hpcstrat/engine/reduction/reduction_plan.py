@@ -5,16 +5,22 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcstrat.engine.arrays.packing import cut, wire_dtype
+from hpcstrat.engine.arrays.packing import Piece, cut, wire_dtype
 from hpcstrat.engine.arrays.recycling import Recycler
 from hpcstrat.engine.channel.call import describe_call, signature_text
 from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.collectives.header_sum import IN_HEADER, HeaderSum, fits_header
-from hpcstrat.engine.collectives.kernel_sum import KernelSum, kernel_codes
+from hpcstrat.engine.collectives.header_sum import (
+    IN_HEADER,
+    HeaderSum,
+    fits_header,
+    header_bytes,
+)
+from hpcstrat.engine.collectives.kernel_sum import KernelSum, SentValues, kernel_codes
 from hpcstrat.engine.collectives.mapped_memory import (
     LEAST_MAPPED_BYTES,
     MappedMemory,
@@ -119,8 +125,24 @@ def _kind_of_plan(request: Request, choice: Choice, channel: Channel) -> Plan:
         pieces = cut(request.signatures, means, choice.piece_bytes)
         first, *more = itertools.islice(pieces, 2)
         if not more and fits_header(first, channel):
-            return HeaderSum(request.made(IN_HEADER), choice, channel, first)
+            return _in_header(request.made(IN_HEADER), choice, channel, first)
     return Plan(request, choice, channel)
+
+
+def _in_header(
+    request: Request, choice: Choice, channel: Channel, piece: Piece
+) -> Plan:
+    """Return the plan of a sum in the header, by the kernel if it can add the values.
+
+    Only some workers may use the kernel: the messages and the bits are the same.
+    """
+    assert channel.wire is not None
+    values, codes = channel.wire.values, kernel_codes(request, channel)
+    if values is None or codes is None:
+        return HeaderSum(request, choice, channel, piece)
+    carried = SentValues(values, channel.wire, header_bytes(piece))
+    choice = replace(choice, piece_bytes=values.place_bytes)
+    return KernelSum(request, choice, channel, codes, carried)
 
 
 def _in_mapped_memory(areas: Any, usual: Any) -> Any:

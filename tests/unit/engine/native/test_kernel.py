@@ -134,7 +134,7 @@ def test_wrong_arguments_are_refused(kernel: ModuleType) -> None:
     assert repeat("reduce", "sum", own, own) is None
     for size in (8, 4096):
         with pytest.raises(ValueError, match="holds records"):
-            kernel.Kernel(mmap.mmap(-1, size), 4096, 4096, 4096, 0, 2)
+            kernel.Kernel(mmap.mmap(-1, size), 4096, 4096, 4096, 1024, 0, 2)
 
 
 @pytest.mark.parametrize("listed", [False, True])
