@@ -22,7 +22,7 @@ from hpcstrat.engine.native import type_codes
 
 TYPES = [np.dtype(code) for code in "fdFDebBhHiIlL"]
 TYPES.append(np.dtype(ml_dtypes.bfloat16))
-DONE, HEADER_AWAITED, STEP_AWAITED, DIFFERS, STEP_DIFFERS = range(5)
+DONE, HEADER_AWAITED, STEP_AWAITED, DIFFERS, STEP_DIFFERS, HEADER_SENT = range(6)
 
 
 class Worker:

@@ -220,7 +220,7 @@ class Channel:
             self.steps.post(run, call.digest ^ self.rings.next, flags)
         else:
             # `WireHeaders` compares the next places inside each worker only.
-            self.wire.post(run, call.digest, flags, carried)
+            self.wire.post(self.num_calls, run, call.digest, flags, carried)
 
     def poll_header(self, call: Call) -> bool | None:
         """Return whether all ranks' headers are equal; None while some are missing.

@@ -35,7 +35,7 @@ from hpcstrat.engine.channel.worker_values import WorkerValues
 from hpcstrat.engine.native import load
 from hpcstrat.engine.topology.topology import Topology
 
-__all__ = ["HEADER_BYTES", "WireHeaders", "make_worker_values", "room_bytes"]
+__all__ = ["HEADER_BYTES", "WireHeaders", "carried_bytes", "make_worker_values", "room_bytes"]
 
 _HEADER = struct.Struct("=4q")
 HEADER_BYTES = _HEADER.size
@@ -54,9 +54,6 @@ _ALIGNMENT_BYTES = 16
 # The last number of a header has the flags in its lowest 8 bits, and above them the
 # size in bytes of the values that follow the header.
 _FLAG_BITS = 8
-
-# Requests are kept for at most this many different sizes of values.
-_MOST_KEPT = 256
 
 # Persistent requests of one step (new requests take twice as long): the send of the
 # header with the first values, and the sends and the receives of further values.
@@ -82,6 +79,16 @@ def room_bytes(num_workers: int, *, narrows: bool = False) -> int:
         delays = min(delays, 2 * num_workers / (num_workers - 2))
     room = int(delays * _DELAY_BYTES) // max(1, num_workers - 1)
     return room // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
+
+
+def carried_bytes(nbytes: int) -> int:
+    """Return the size in bytes of values in a header, rounded up from ``nbytes``.
+
+    The multiple of a power of two is at least a long double's alignment, and at most an
+    eighth of the size: so there are few different sizes.
+    """
+    unit = max(_ALIGNMENT_BYTES, 1 << max(0, nbytes.bit_length() - 4))
+    return -(-nbytes // unit) * unit
 
 
 def make_worker_values(topology: Topology) -> WorkerValues | None:
@@ -147,14 +154,16 @@ class WireHeaders(Waitable):
         # The requests of each step, by the size of a worker's values.
         self._kept: dict[int, list[_Requests]] = {}
         self._requests_for(0)
-        self._sequence = 0
         # The running comparison of a header, as a generator; whether it has ended,
         # whether messages are under way, and whether all headers so far are equal.
         self._steps: Iterator[None] = iter(())
         self._done, self._travels, self._same = True, False, True
 
     def _requests_for(self, nbytes: int) -> list[_Requests]:
-        """Return the requests of all steps for ``nbytes`` of values per worker."""
+        """Return the requests of all steps for ``nbytes`` of values per worker.
+
+        They are kept; `carried_bytes` limits the number of different sizes.
+        """
         found = self._kept.get(nbytes)
         if found is None:
             found, make = [], self._comm
@@ -171,25 +180,43 @@ class WireHeaders(Waitable):
             self._kept[nbytes] = found
         return found
 
-    def _forget(self) -> None:
-        """Free the requests of all sizes."""
-        for first, sends, receives in itertools.chain(*self._kept.values()):
-            for request in (first, *sends, *receives):
-                request.Free()
-        self._kept.clear()
+    def exchange(self, nbytes: int) -> tuple[Any, ...]:
+        """Return what the kernel needs to exchange headers with values of ``nbytes``.
+
+        Functions that start the send and the receive of one message, and test the
+        receive and the send; then ``nbytes``. An empty tuple if the kernel cannot
+        exchange the messages, because there are more than one.
+        """
+        requests = self._requests_for(nbytes)
+        if self.values is None or len(requests) > 1 or requests[0][1]:
+            return ()
+        sent, received = requests[0][0], self._receives[0]
+        return sent.Start, received.Start, received.Test, sent.Test, nbytes
 
     def post(
-        self, run: int, digest: int, flags: int, load: HeaderPayload | None
+        self,
+        sequence: int,
+        run: int,
+        digest: int,
+        flags: int,
+        load: HeaderPayload | None,
+        *,
+        sent: bool = False,
     ) -> None:
-        """Post this rank's header, with the values of ``load``; does not wait."""
-        self._sequence = sequence = self._sequence + 1
+        """Post this rank's header, with the values of ``load``; does not wait.
+
+        ``sequence`` is the number of the header. ``sent`` says whether the kernel has
+        started the messages of the first step, see `exchange`.
+        """
         nbytes = 0 if load is None else load.nbytes
         own = _HEADER.pack(sequence, run, digest, flags | nbytes << _FLAG_BITS)
         self._done, self._same = False, True
         # If the header has a flag, do not add the values now (``finishes`` is false):
         # all ranks will post the call's header again, with the same values.
         if self.alone:
-            self._steps = self._compare_across(own, load, finishes=not flags)
+            self._steps = self._compare_across(
+                own, load, finishes=not flags, sent=sent
+            )
             next(self._steps, None)
         else:
             self._steps = self._compare_in_worker(own, load, finishes=not flags)
@@ -213,29 +240,37 @@ class WireHeaders(Waitable):
             # An error has ended the comparison of a header: a message may still arrive.
             _left.append(self)
             return
-        self._forget()
+        for first, sends, receives in itertools.chain(*self._kept.values()):
+            for request in (first, *sends, *receives):
+                request.Free()
         for request in self._receives:
             request.Free()
-        self._receives = []
+        self._kept, self._receives = {}, []
 
     def _compare_across(
-        self, own: bytes, load: HeaderPayload | None, *, finishes: bool
+        self,
+        own: bytes,
+        load: HeaderPayload | None,
+        *,
+        finishes: bool,
+        sent: bool = False,
     ) -> Iterator[None]:
         """Exchange headers with the other workers; yield while messages are missing."""
-        if load is not None:
+        if load is not None and not sent:
             load.gather()
-        if len(self._kept) > _MOST_KEPT:
-            self._forget()
         requests = self._requests_for(0 if load is None else load.nbytes)
-        self._header[:] = own
+        if not sent:
+            self._header[:] = own
         self._travels = True
         for step, receive in enumerate(self._receives):
-            sent, sends, receives = requests[step]
-            sent.Start()
-            receive.Start()
+            first, sends, receives = requests[step]
+            if not sent:
+                first.Start()
+                receive.Start()
+            sent = False
             behind = _started(sends) if sends else []
             # Wait for the send, too, because the next message uses the same buffer.
-            while not (receive.Test() and sent.Test()):
+            while not (receive.Test() and first.Test()):
                 yield
             header = self._reads[step]()
             if not self._same or header != own:

@@ -14,7 +14,7 @@ from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings
 from hpcstrat.engine.arrays.packing import Piece, Run
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import HeaderStep, WaitSteps
-from hpcstrat.engine.channel.wire_headers import HEADER_BYTES
+from hpcstrat.engine.channel.wire_headers import HEADER_BYTES, carried_bytes
 from hpcstrat.engine.collectives.plan import Plan, Request
 from hpcstrat.engine.collectives.work import Choice, add_in_order, divide
 from hpcstrat.engine.typing import Array
@@ -24,9 +24,6 @@ __all__ = ["IN_HEADER", "HeaderSum", "fits_header", "header_bytes"]
 IN_HEADER = "in the header of the call"
 """Description of a sum in the header, for `Choice.how`."""
 
-# The size of values in a header is a multiple of a long double's alignment.
-_ALIGNMENT_BYTES = 16
-
 # For each array: its index, a view for its values, a view of its sum, and whether it
 # has the dtype in which it is added.
 _Views = list[tuple[int, Array, Array, bool]]
@@ -35,7 +32,7 @@ _Views = list[tuple[int, Array, Array, bool]]
 def header_bytes(piece: Piece) -> int:
     """Return the bytes that one worker's values of a piece occupy in a header."""
     used = max((run.start + run.size) * run.dtype.itemsize for run in piece)
-    return used + -used % _ALIGNMENT_BYTES
+    return carried_bytes(used)
 
 
 def fits_header(piece: Piece, channel: Channel) -> bool:

@@ -34,7 +34,7 @@ __all__ = ["KernelSum", "SentValues", "kernel_codes"]
 _SMALL_BYTES = 32 << 10
 
 # Return codes of the kernel.
-_DONE, _HEADER_AWAITED, _STEP_AWAITED, _DIFFERS, _STEP_DIFFERS = range(5)
+_DONE, _HEADER_AWAITED, _, _DIFFERS, _, _HEADER_SENT = range(6)
 
 
 def kernel_codes(request: Request, channel: Channel) -> bytes | None:
@@ -79,6 +79,7 @@ class SentValues:
                 ]
         # Lets the kernel find the records of all workers, and add their values.
         self.finish = values.kernel.arrive
+        self.exchange = headers.exchange(nbytes)
 
     def gather(self) -> None:
         """Copy this worker's values from its place behind the header of its message."""
@@ -136,7 +137,8 @@ class KernelSum(Plan):
         fixed = channel, self.call, timeout_seconds, self._carried
         wait = functools.partial(_wait, *fixed)
         leave, listed = channel.failures.leave, structure is not None
-        self._sum.keep(repeat, what, names, listed, wait, leave)
+        exchange = () if self._carried is None else self._carried.exchange
+        self._sum.keep(repeat, what, names, listed, wait, leave, exchange)
 
     def repeat(self, arrays: Any, outs: Any, timeout_seconds: float | None) -> Any:
         """Make the whole call in the kernel if possible, see `Plan.repeat`."""
@@ -181,11 +183,20 @@ def _wait(
     carried: SentValues | None,
     one: Any,
     found: int,
+    error: BaseException | None = None,
 ) -> Any:
-    """Wait for the ranks that the kernel found missing; then return the results."""
+    """Wait for the ranks that the kernel found missing; then return the results.
+
+    ``error`` is an error of the messages that the kernel has started.
+    """
     try:
         if carried is not None:
-            channel.wire.post(channel.state.run_fingerprint, call.digest, 0, carried)
+            state, sent = channel.state, found == _HEADER_SENT
+            header = state.num_calls, state.run_fingerprint, call.digest, 0
+            channel.wire.post(*header, carried, sent=sent)
+            found = _HEADER_AWAITED
+        if error is not None:
+            raise error
         if found == _HEADER_AWAITED and not channel.wait_header(call, timeout_seconds):
             found = _DIFFERS
         channel.state.last_call = call

@@ -8,7 +8,11 @@
  * Every wait in this file is bounded. If a record is still missing, the call returns a code. Python
  * code then waits for it in a loop that handles signals and notices dead processes, and calls
  * `go_on`. hpcstrat/engine/channel/shared_rings.py and hpcstrat/engine/channel/headers.py describe
- * the places and the records. This file does not use MPI.
+ * the places and the records.
+ *
+ * For workers of one replica, a `Kernel` has private memory instead of a segment, with a record and
+ * a place for each worker, see hpcstrat/engine/channel/worker_values.py. This file calls MPI only
+ * by Python objects that `sum_keep` stores.
  */
 #define Py_LIMITED_API 0x030b0000
 #define PY_SSIZE_T_CLEAN
@@ -26,7 +30,7 @@
 
 #include "elements.h"
 
-enum { DONE, HEADER_AWAITED, STEP_AWAITED, DIFFERS, STEP_DIFFERS };
+enum { DONE, HEADER_AWAITED, STEP_AWAITED, DIFFERS, STEP_DIFFERS, HEADER_SENT };
 enum { CHUNK = 8 << 10, UNLOCKED_FROM = 16 << 10 };
 
 /* ---- Copies --------------------------------------------------------------------------- */
@@ -149,6 +153,13 @@ static int look(const kernel *k) {
     return DONE;
 }
 
+/* Let all workers have this worker's present record; only in private memory. */
+static void arrive(kernel *k) {
+    record *all = k->records + (k->tick & 1) * (size_t)k->size;
+    for (int rank = 0; rank < k->size; rank++)
+        if (rank != k->rank) memcpy(all + rank, all + k->rank, sizeof *all);
+}
+
 /* Return whether a call may begin: `attention` is not set, and no other thread is in a call. */
 static int is_free(const kernel *k) {
     return !k->attention && (!k->thread || k->thread == PyThread_get_thread_ident());
@@ -203,7 +214,7 @@ typedef struct {
     size_t elements;
 } bucket;
 
-enum { OWNER, WHAT, NAMES, WAIT, LEAVE, NUM_KEPT };
+enum { OWNER, WHAT, NAMES, WAIT, LEAVE, EXCHANGE, NUM_KEPT };
 
 struct sum {
     PyObject_HEAD
@@ -721,13 +732,15 @@ static sum **slot_of(kernel *k, PyObject *value) {
     return k->repeated + (hash >> 7) % NUM_SLOTS;
 }
 
-/* keep(repeat, what, names, listed, wait, leave): add this sum to the hash table of `repeat`. */
+/* keep(repeat, what, names, listed, wait, leave, exchange): add this sum to the hash table of
+ * `repeat`. `exchange` is for two workers of one replica, see `exchange`; for others it is (). */
 static PyObject *sum_keep(PyObject *self, PyObject *args) {
     sum *s = (sum *)self;
     PyObject *kept[NUM_KEPT];
     if (s->slot) Py_RETURN_NONE;
-    if (!PyArg_ParseTuple(args, "O!OO!pOO", &PyCFunction_Type, kept, kept + WHAT, &PyTuple_Type,
-                          kept + NAMES, &s->listed, kept + WAIT, kept + LEAVE))
+    if (!PyArg_ParseTuple(args, "O!OO!pOOO!", &PyCFunction_Type, kept, kept + WHAT, &PyTuple_Type,
+                          kept + NAMES, &s->listed, kept + WAIT, kept + LEAVE, &PyTuple_Type,
+                          kept + EXCHANGE))
         return NULL;
     kept[OWNER] = PyCFunction_GetSelf(kept[OWNER]);
     for (int i = 0; i < NUM_KEPT; i++) s->kept[i] = Py_XNewRef(kept[i]);
@@ -737,15 +750,63 @@ static PyObject *sum_keep(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* Call function `which` of `exchange`; return whether its result is true, or -1 with an error. */
+static int call(sum *s, int which) {
+    PyObject *result = PyObject_CallNoArgs(PyTuple_GetItem(s->kept[EXCHANGE], which));
+    int found = result ? PyObject_IsTrue(result) : -1;
+    Py_XDECREF(result);
+    return found;
+}
+
+/* Exchange headers and values with the only other worker: the values in the two places, and the
+ * headers before them, are messages. The functions of `exchange` start the send and the receive,
+ * and test the receive and the send. Return DONE once all values have arrived, HEADER_SENT if
+ * Python must wait or compare the headers, or -1 with an error. */
+static int exchange(sum *s) {
+    enum { SEND, RECEIVE, TEST_RECEIVE, TEST_SEND, NBYTES, FLAG_BITS = 8, LOOKS = 64 };
+    kernel *k = s->kernel;
+    int64_t header[4] = {k->num_calls, k->run_fingerprint, (int64_t)s->digest, 0};
+    header[3] = PyLong_AsLongLong(PyTuple_GetItem(s->kept[EXCHANGE], NBYTES)) << FLAG_BITS;
+    char *own = at(s, k->rank, s->place) - sizeof header;
+    memcpy(own, header, sizeof header);
+    if (call(s, SEND) < 0 || call(s, RECEIVE) < 0) return -1;
+    int found = 0;
+    for (int looks = LOOKS; !found && looks; looks--) found = call(s, TEST_RECEIVE);
+    if (found < 0) return -1;
+    if (!found || memcmp(at(s, !k->rank, s->place) - sizeof header, header, sizeof header))
+        return HEADER_SENT;
+    /* Wait for the send, too, because the next message uses the same memory. */
+    found = call(s, TEST_SEND);
+    if (found <= 0) return found < 0 ? -1 : HEADER_SENT;
+    arrive(k);
+    go_on(s, 0);
+    put(&k->last_call, s->call);
+    return DONE;
+}
+
 /* Let Python wait for missing ranks, and return the results. An error is reported to the other
  * ranks as an error of the call `what`. */
 static PyObject *wait(sum *s, PyObject *what, PyObject *awaited) {
     kernel *k = s->kernel;
     long long before = k->num_calls - 1;
     unsigned long outer = enter(k, what);
-    PyObject *type, *error, *trace, *told;
-    PyObject *found = PyObject_CallFunctionObjArgs(s->kept[WAIT], s, awaited, NULL);
-    Py_DECREF(awaited);
+    PyObject *type = NULL, *error = NULL, *trace = NULL, *told, *found = NULL;
+    if (PyTuple_Size(s->kept[EXCHANGE])) {
+        Py_DECREF(awaited);
+        int exchanged = exchange(s);
+        if (exchanged == DONE) {
+            k->thread = outer;
+            return sum_take_results((PyObject *)s, NULL);
+        }
+        /* Python raises the error after it has noted that messages are under way. */
+        PyErr_Fetch(&type, &error, &trace);
+        PyErr_NormalizeException(&type, &error, &trace);
+        awaited = PyLong_FromLong(HEADER_SENT);
+    }
+    if (awaited)
+        found = PyObject_CallFunctionObjArgs(s->kept[WAIT], s, awaited, error, NULL);
+    PyObject *fetched[] = {awaited, type, error, trace};
+    for (int i = 0; i < 4; i++) Py_XDECREF(fetched[i]);
     if (!found) {
         PyErr_Fetch(&type, &error, &trace);
         PyErr_NormalizeException(&type, &error, &trace);
@@ -902,13 +963,10 @@ static PyObject *kernel_agreed(PyObject *self, PyObject *Py_UNUSED(none)) {
     return PyBool_FromLong(look((kernel *)self) == DONE);
 }
 
-/* arrive(): let all ranks have this rank's present record, in a segment without other processes. */
+/* arrive(): see `arrive` */
 static PyObject *kernel_arrive(PyObject *self, PyObject *Py_UNUSED(none)) {
-    kernel *k = (kernel *)self;
-    if (!is_open(k)) return NULL;
-    record *all = k->records + (k->tick & 1) * (size_t)k->size;
-    for (int rank = 0; rank < k->size; rank++)
-        if (rank != k->rank) memcpy(all + rank, all + k->rank, sizeof *all);
+    if (!is_open((kernel *)self)) return NULL;
+    arrive((kernel *)self);
     Py_RETURN_NONE;
 }
 
