@@ -35,7 +35,13 @@ from hpcstrat.engine.channel.worker_values import WorkerValues
 from hpcstrat.engine.native import load
 from hpcstrat.engine.topology.topology import Topology
 
-__all__ = ["HEADER_BYTES", "WireHeaders", "carried_bytes", "make_worker_values", "room_bytes"]
+__all__ = [
+    "HEADER_BYTES",
+    "WireHeaders",
+    "carried_bytes",
+    "make_worker_values",
+    "room_bytes",
+]
 
 _HEADER = struct.Struct("=4q")
 HEADER_BYTES = _HEADER.size
@@ -214,9 +220,7 @@ class WireHeaders(Waitable):
         # If the header has a flag, do not add the values now (``finishes`` is false):
         # all ranks will post the call's header again, with the same values.
         if self.alone:
-            self._steps = self._compare_across(
-                own, load, finishes=not flags, sent=sent
-            )
+            self._steps = self._compare_across(own, load, finishes=not flags, sent=sent)
             next(self._steps, None)
         else:
             self._steps = self._compare_in_worker(own, load, finishes=not flags)
@@ -256,19 +260,16 @@ class WireHeaders(Waitable):
         sent: bool = False,
     ) -> Iterator[None]:
         """Exchange headers with the other workers; yield while messages are missing."""
-        if load is not None and not sent:
-            load.gather()
         requests = self._requests_for(0 if load is None else load.nbytes)
         if not sent:
-            self._header[:] = own
+            self._write_message(own, load)
         self._travels = True
         for step, receive in enumerate(self._receives):
             first, sends, receives = requests[step]
-            if not sent:
+            if step or not sent:
                 first.Start()
                 receive.Start()
-            sent = False
-            behind = _started(sends) if sends else []
+            behind = _started(sends)
             # Wait for the send, too, because the next message uses the same buffer.
             while not (receive.Test() and first.Test()):
                 yield
@@ -281,8 +282,7 @@ class WireHeaders(Waitable):
                 self._header[:] = _DIFFERENT
                 nbytes = max(0, _HEADER.unpack(header)[-1] >> _FLAG_BITS)
                 receives = self._requests_for(nbytes)[step][-1]
-            if receives:
-                behind += _started(receives)
+            behind += _started(receives)
             while behind and not type(behind[0]).Testall(behind):
                 yield
             if load is not None:
@@ -291,6 +291,12 @@ class WireHeaders(Waitable):
         if load is not None and finishes:
             load.finish()
         self._done = self.alone
+
+    def _write_message(self, own: bytes, load: HeaderPayload | None) -> None:
+        """Write the first message to the other workers: a header, and its values."""
+        if load is not None:
+            load.gather()
+        self._header[:] = own
 
     def _compare_in_worker(
         self, own: bytes, load: HeaderPayload | None, *, finishes: bool

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -98,6 +98,63 @@ def _blocks(message: Array, count: int, nbytes: int) -> Array:
     return behind.reshape(count, nbytes)
 
 
+@dataclass(frozen=True, slots=True)
+class _Waits:
+    """The waits of calls that the kernel has begun.
+
+    It has no reference to the plan, because the kernel keeps its method `wait`.
+    """
+
+    channel: Any
+    call: Call
+    # The values in the header between workers, or None inside a worker.
+    carried: SentValues | None
+
+    def wait(
+        self,
+        timeout_seconds: float | None,
+        one: Any,
+        found: int,
+        failed: BaseException | None = None,
+    ) -> Any:
+        """Wait for the ranks that the kernel found missing; then return the results.
+
+        ``failed`` is the error of a message that the kernel has started.
+        """
+        channel, call, carried = self.channel, self.call, self.carried
+        try:
+            if carried is not None:
+                state, sent = channel.state, found == _HEADER_SENT
+                header = state.num_calls, state.run_fingerprint, call.digest, 0
+                channel.wire.post(*header, carried, sent=sent)
+                found = _HEADER_AWAITED
+            if failed is not None:
+                raise failed
+            if found == _HEADER_AWAITED:
+                agreed = channel.wait_header(call, timeout_seconds)
+                found = found if agreed else _DIFFERS
+            channel.state.last_call = call
+        except BaseException as error:
+            channel.failures.interrupted(call, error)
+            raise
+        if found == _DIFFERS:
+            channel.failures.settle(call, timeout_seconds, carried)
+        return self.finish(one)
+
+    def finish(self, one: Any) -> Any:
+        """Make all steps of a call after its header; return the results."""
+        channel = self.channel
+        if self.carried is not None:
+            # All values have arrived with the header: no rank waits for this one.
+            one.go_on(0)
+            return one.take_results()
+        with channel.moving(self.call):
+            while one.go_on(channel.state.looks) != _DONE:
+                # `wait` raises CollectiveError if the ranks are in different steps.
+                channel.wait(channel.steps, self.call)
+        return one.take_results()
+
+
 class KernelSum(Plan):
     """The plan of a sum by the kernel, for replicas that are all on one worker.
 
@@ -116,17 +173,18 @@ class KernelSum(Plan):
     ) -> None:
         # Each of three or more ranks adds a segment, unless the call is small.
         scattered = channel.topology.num_replicas > 2 and not choice.small
-        self._carried = carried
-        how = {"codes": codes, "scattered": scattered, "carried": carried}
-        algorithm = functools.partial(_reduce, **how)
+        algorithm = functools.partial(
+            _reduce, codes=codes, scattered=scattered, carried=carried
+        )
         super().__init__(request, replace(choice, algorithm=algorithm), channel)
         # Arrays with the right shapes and dtypes, but without memory for each element.
         likes = [np.broadcast_to(np.empty((), d), s) for d, s in self.signatures]
         result_likes = [np.broadcast_to(np.empty((), d), s) for s, d in self.results]
         large = max(like.nbytes for like in result_likes) >= _SMALL_BYTES
         made = channel.kernel, codes, likes, result_likes, choice.piece_bytes
-        rest = self.divisor, scattered, self.call, self.call.digest
-        self._sum = load().Sum(*made, *rest, self._allocate if large else None)
+        how = self.divisor, scattered, self.call, self.call.digest
+        self._sum = load().Sum(*made, *how, self._allocate if large else None)
+        self._waits = _Waits(channel, self.call, carried)
 
     def keep(self, repeat: Any, request: Any, timeout_seconds: float | None) -> None:
         """Let the kernel make later calls of this kind itself, see `Plan.keep`."""
@@ -134,10 +192,10 @@ class KernelSum(Plan):
         op, what, structure = request
         # All forms in which callers pass the operation: "sum", ReduceOp.SUM, "SUM".
         names = sys.intern(op.name.lower()), op, op.name
-        fixed = channel, self.call, timeout_seconds, self._carried
-        wait = functools.partial(_wait, *fixed)
+        wait = functools.partial(self._waits.wait, timeout_seconds)
         leave, listed = channel.failures.leave, structure is not None
-        exchange = () if self._carried is None else self._carried.exchange
+        carried = self._waits.carried
+        exchange = () if carried is None else carried.exchange
         self._sum.keep(repeat, what, names, listed, wait, leave, exchange)
 
     def repeat(self, arrays: Any, outs: Any, timeout_seconds: float | None) -> Any:
@@ -150,8 +208,7 @@ class KernelSum(Plan):
             return None
         found = self._sum.reduce(arrays, outs)
         if type(found) is int:
-            fixed = channel, self.call, timeout_seconds, self._carried
-            return _wait(*fixed, self._sum, found)
+            return self._waits.wait(timeout_seconds, self._sum, found)
         return found
 
     def run(
@@ -169,56 +226,11 @@ class KernelSum(Plan):
             targets = [np.require(r, requirements=["C", "A", "W"]) for r in results]
             started = self._sum.start(sources, targets)
             assert started
-        channel.agree(self.call, timeout_seconds, self._carried)
-        _finish(channel, self.call, self._carried, self._sum)
+        channel.agree(self.call, timeout_seconds, self._waits.carried)
+        self._waits.finish(self._sum)
         for result, target in zip(results, targets, strict=True):
             if target is not result:
                 result[...] = target
-
-
-def _wait(
-    channel: Any,
-    call: Call,
-    timeout_seconds: float | None,
-    carried: SentValues | None,
-    one: Any,
-    found: int,
-    error: BaseException | None = None,
-) -> Any:
-    """Wait for the ranks that the kernel found missing; then return the results.
-
-    ``error`` is an error of the messages that the kernel has started.
-    """
-    try:
-        if carried is not None:
-            state, sent = channel.state, found == _HEADER_SENT
-            header = state.num_calls, state.run_fingerprint, call.digest, 0
-            channel.wire.post(*header, carried, sent=sent)
-            found = _HEADER_AWAITED
-        if error is not None:
-            raise error
-        if found == _HEADER_AWAITED and not channel.wait_header(call, timeout_seconds):
-            found = _DIFFERS
-        channel.state.last_call = call
-    except BaseException as error:
-        channel.failures.interrupted(call, error)
-        raise
-    if found == _DIFFERS:
-        channel.failures.settle(call, timeout_seconds, carried)
-    return _finish(channel, call, carried, one)
-
-
-def _finish(channel: Any, call: Call, carried: SentValues | None, one: Any) -> Any:
-    """Make all steps of a kernel call after its header; return the results."""
-    if carried is not None:
-        # All values have arrived with the header: no other rank waits for this one.
-        one.go_on(0)
-        return one.take_results()
-    with channel.moving(call):
-        while one.go_on(channel.state.looks) != _DONE:
-            # `wait` raises CollectiveError if the ranks are in different steps.
-            channel.wait(channel.steps, call)
-    return one.take_results()
 
 
 def _reduce(
