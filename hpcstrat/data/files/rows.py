@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.data.file_lists import digest_of, names_of
 from hpcstrat.data.files.columns import Column, OpenFiles, SlabCache
 from hpcstrat.data.files.hdf5 import datasets_of, hdf5_column, open_hdf5
 from hpcstrat.data.files.netcdf import decoded, fields_of, is_netcdf, padded
@@ -200,6 +201,20 @@ class FileRows(Rows):
                 inside = inside.setdefault(group, {})
             inside[last] = array
         return tree
+
+    def order_words(self) -> str:
+        names = names_of(self.paths)
+        files = [f"{n} {f.num_rows}" for n, f in zip(names, self._parts, strict=True)]
+        return f"{self.cardinality} rows of {len(files)} files ({digest_of(files):x})"
+
+    def files(self) -> list[str]:
+        return [
+            f"{name} of {self._num_bytes(file.path)} bytes with {file.num_rows} rows"
+            for name, file in zip(names_of(self.paths), self._parts, strict=True)
+        ]
+
+    def _num_bytes(self, path: str) -> int | str:
+        return "any" if os.path.isdir(path) else self._files.size(path)
 
     def describe(self) -> str:
         kinds = ", ".join(
