@@ -11,7 +11,7 @@ import numpy as np
 
 from hpcstrat.data import batch_streams, stages, streams
 from hpcstrat.data.batched import Batched, shuffled_rows
-from hpcstrat.data.elements import as_element, writable
+from hpcstrat.data.elements import as_element, call_program, writable
 from hpcstrat.data.files.rows import FileRows, files_of, matching_files
 from hpcstrat.data.joined_rows import MixedRows
 from hpcstrat.data.lineage import DatasetOptions, Lineage, rows_of_names
@@ -1076,7 +1076,8 @@ class Dataset:
         object
             The last state.
         """
-        return functools.reduce(reduce_func, self, initial_state)
+        combine = functools.partial(call_program, reduce_func)
+        return functools.reduce(combine, self, initial_state)
 
     @property
     def epoch(self) -> int:

@@ -277,8 +277,10 @@ def distribute_dataset(
         )
     if isinstance(dataset, Dataset):
         files = dataset.stage.files()
-        # With policy OFF, each worker may have its own files.
-        if files and dataset.auto_shard_policy is not AutoShardPolicy.OFF:
+        # With policy OFF, each worker may have its own files; with a single pipeline,
+        # only replica 0 reads files.
+        is_off = dataset.auto_shard_policy is AutoShardPolicy.OFF
+        if files and not is_off and not options.single_pipeline:
             require_same_files(strategy, files)
         if isinstance(stage, Rows):
             raise ValueError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from hpcstrat.data.dataset import Dataset
+from hpcstrat.data.elements import call_program
 from hpcstrat.data.file_lists import digest_of
 from hpcstrat.data.order import ORDER_VERSION
 from hpcstrat.data.rows import UNKNOWN
@@ -216,8 +217,9 @@ class ReducibleDataset:
             The last state.
         """
         # All replicas must stop if the program's function fails on one replica.
+        combine = functools.partial(call_program, reduce_func)
         with self._strategy.together("reduce of a data set"):
-            return functools.reduce(reduce_func, self, initial_state)
+            return functools.reduce(combine, self, initial_state)
 
 
 class ResumableDataset(ReducibleDataset):

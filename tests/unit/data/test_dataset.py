@@ -278,6 +278,27 @@ def test_generators_without_a_signature_are_probed() -> None:
     assert list(empty.batch(2)) == []
 
 
+def test_a_stop_iteration_of_a_function_is_an_error_that_names_it() -> None:
+    def stopping(*_: Any) -> Any:
+        return next(iter(()))
+
+    data = Dataset.range(9)
+    for chain in (
+        data.map(stopping),
+        data.shuffle(3).map(stopping).batch(2).prefetch(2),
+        data.filter(stopping),
+        data.interleave(stopping, 2),
+        data.filter(lambda x: True).map(stopping).prefetch(2),
+        data.bucket_by_sequence_length(stopping, [3], [2, 2]),
+        data.concatenate(Dataset.from_generator(stopping, output_signature=SCALAR)),
+        data.flat_map(lambda x: Dataset.from_generator(stopping)),
+    ):
+        with pytest.raises(RuntimeError, match="stopping, found that it raised"):
+            list(chain)
+    with pytest.raises(RuntimeError, match="stopping, found that it raised"):
+        data.reduce(0, stopping)
+
+
 def test_parts_of_a_zip_stay_together_behind_an_error() -> None:
     def no_three(x: Any) -> Any:
         if x == 3:
@@ -287,6 +308,9 @@ def test_parts_of_a_zip_stay_together_behind_an_error() -> None:
     stream = Dataset.range(6).filter(lambda x: True)
     zipped = Dataset.zip((stream.map(no_three), stream)).ignore_errors()
     assert plain(list(zipped)) == [(i, i) for i in (0, 1, 2, 4, 5)]
+
+
+SCALAR = ArraySpec((), np.dtype(np.int64))
 
 
 def readers() -> list[str]:
