@@ -13,7 +13,7 @@ import numpy as np
 
 from hpcstrat.data import DealtDataset, distribute_dataset, distribute_from_function
 from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.channel.entries import collective
+from hpcstrat.engine.channel.entries import collective, refuse_inner
 from hpcstrat.engine.context import current, own_index, pop, push, second_strategy
 from hpcstrat.engine.logical.meetings import joined
 from hpcstrat.engine.observe import job_timeline
@@ -322,6 +322,8 @@ class Strategy(OlderMethods):
         if channel is not None:
             if channel.elsewhere is not None:
                 channel.elsewhere()
+            if channel.state.thread or channel.pending:
+                refuse_inner("run")
             channel.position.enter_run()
         if active.recorder is not None:
             number = None if channel is None else {"run": channel.position.run_index}

@@ -19,7 +19,7 @@ import numpy as np
 
 __all__ = ["VERSION", "load", "load_reader", "load_update_rules", "type_codes"]
 
-VERSION = 4
+VERSION = 5
 """Version of the kernel that this package can use; other versions are ignored."""
 
 _READER_VERSION = 2
