@@ -762,7 +762,7 @@ static PyObject *wait(sum *s, PyObject *what, PyObject *awaited) {
  * if it cannot make the call: then Python code must make the call, and raises an error if one is
  * due. With five arguments, the call may be part of a call of this thread. */
 static PyObject *repeat(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    if (count != 4 && count != 5) return PyErr_Format(PyExc_TypeError, "expected 4 or 5 arguments");
+    if (count != 4 && count != 5) return PyErr_Format(PyExc_TypeError, "expected 4 arguments, or 5");
     PyObject *what = args[0], *value = args[2];
     kernel *k = (kernel *)PyTuple_GetItem(self, 0);
     int listed = PyList_CheckExact(value);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import signal
 import weakref
@@ -89,6 +90,11 @@ class _Interrupted:
         return np.array(self.array, dtype=dtype)
 
 
+def _started() -> Any:
+    context: Any = hs.get_replica_context()
+    return context.start_all_reduce("sum", np.ones(3))
+
+
 def _calls(strategy: Any, iterator: Any, pending: Any) -> list[Callable[[], Any]]:
     return [
         lambda: strategy.reduce("sum", np.ones(3)),
@@ -119,11 +125,8 @@ def test_a_call_that_interrupts_a_call_is_refused_on_its_rank_alone(
         # Before the first call, no sum of this kind can be repeated by the kernel.
         np.testing.assert_array_equal(strategy.reduce("sum", right), right * job.size)
         for index in range(12):
-            pending = strategy.run(
-                lambda: hs.get_replica_context().start_all_reduce("sum", np.ones(3))
-            )
-            pending = strategy.local_value(pending)
-            own = np.full(3, 1 + job.rank)
+            pending = strategy.local_value(strategy.run(_started))
+            own: Any = np.full(3, 1 + job.rank)
             said: list[str] = []
 
             def act(call: Callable[[], Any], said: list[str] = said) -> None:
@@ -136,9 +139,8 @@ def test_a_call_that_interrupts_a_call_is_refused_on_its_rank_alone(
 
             if job.rank == 0:
                 call = _calls(strategy, iterator, pending)[index]
-                own = _Interrupted(
-                    own, lambda call=call, act=act: way(lambda: act(call))
-                )
+                interrupt = functools.partial(way, functools.partial(act, call))
+                own = _Interrupted(own, interrupt)
             np.testing.assert_array_equal(strategy.reduce("sum", own), right)
             np.testing.assert_array_equal(pending.wait(), np.full(3, job.size))
             assert len(said) == (job.rank == 0)
