@@ -24,6 +24,7 @@ from hpcstrat.data.pipelines import PipelinePlace, function_steps, iterable_step
 from hpcstrat.data.placing import Placer
 from hpcstrat.data.read_ahead import ReadAhead, read_batches_ahead
 from hpcstrat.data.rows import Rows, in_words
+from hpcstrat.engine.channel.entries import refuse_inner
 from hpcstrat.engine.html import table
 from hpcstrat.engine.options import (
     AutoShardPolicy,
@@ -178,6 +179,7 @@ class _Batches(Iterator[Tree]):
         if channel is not None and own:
             if channel.elsewhere is not None:
                 channel.elsewhere()
+            refuse_inner("next")
             channel.position.enter_next()
         if self._ended:
             raise StopIteration

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import platform
 from collections.abc import Callable, Iterator
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from hpcstrat.data import DealtDataset, distribute_dataset, distribute_from_function
+from hpcstrat.data.batches import piece
 from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.channel.entries import collective
+from hpcstrat.engine.channel.entries import collective, refuse_inner
 from hpcstrat.engine.context import current, own_index, pop, push, second_strategy
 from hpcstrat.engine.logical.meetings import joined
 from hpcstrat.engine.observe import job_timeline
@@ -307,6 +309,8 @@ class Strategy(OlderMethods):
         ------
         ValueError
             If ``args`` is neither a list nor a tuple.
+        TypeError
+            If the function does not accept the arguments.
         ReplicaError
             With ``on_error="raise"``, if the function failed on another replica.
         """
@@ -322,6 +326,8 @@ class Strategy(OlderMethods):
         if channel is not None:
             if channel.elsewhere is not None:
                 channel.elsewhere()
+            if channel.state.thread or channel.pending:
+                refuse_inner("run")
             channel.position.enter_run()
         if active.recorder is not None:
             number = None if channel is None else {"run": channel.position.run_index}
@@ -388,6 +394,43 @@ class Strategy(OlderMethods):
                 "block may take"
             )
         return nullcontext()
+
+    def rows(self, length: int) -> slice:
+        """Return which rows of an array this rank has, or this replica inside of `run`.
+
+        Not collective. Rows are divided as in a global batch of a distributed data set:
+        all replicas have the same number, rounded up, except the last ones, which may
+        have fewer or none.
+
+        Parameters
+        ----------
+        length : int
+            The number of rows of the whole array, at least 0.
+
+        Returns
+        -------
+        slice
+            The rows, such as ``array[strategy.rows(len(array))]``. The slices of all
+            ranks are disjoint, and cover the array in rank order.
+
+        Raises
+        ------
+        ValueError
+            If ``length`` is negative.
+        TypeError
+            If ``length`` is not an integer.
+        """
+        count = operator.index(length)
+        if count < 0:
+            raise ValueError(
+                f"expected a number of rows that is at least 0, found {count}; pass "
+                "len(array)"
+            )
+        block, index = self.local_replicas, own_index()
+        if index is not None:
+            block = block[index : index + 1]
+        start, _ = piece(count, self.num_replicas_in_sync, block[0])
+        return slice(start, piece(count, self.num_replicas_in_sync, block[-1])[1])
 
     @contextmanager
     def all_or_none(self, variable: Variable, what: str) -> Iterator[None]:

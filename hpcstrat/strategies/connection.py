@@ -9,6 +9,7 @@ from typing import Any
 
 from hpcstrat.engine.channel.call import Call, describe_call
 from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.entries import refuse_inner
 from hpcstrat.engine.gpu import library
 from hpcstrat.engine.observe import job_timeline
 from hpcstrat.engine.options import check_on_error
@@ -327,6 +328,7 @@ def connect(
     ranks raise a ReplicaError.
     """
     refuse_children()
+    refuse_inner(f"the constructor of {request.kind}")
     given = request.settings if isinstance(request.settings, Settings) else Settings()
     with Creation(f"creation of {request.kind}", given) as creation:
         if problem is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,11 @@ from hpcstrat.engine.values import (
 )
 from hpcstrat.strategies.replica_context import ReplicaContext
 from hpcstrat.variables import Variable
+
+_READ_ONLY = (
+    "hpcstrat: the values of variables are read-only; write into a variable with "
+    "assign, or into a copy of its value"
+)
 
 
 class LocalReplicas:
@@ -75,7 +81,7 @@ class LocalReplicas:
         if not isinstance(args, (list, tuple)):
             raise ValueError(
                 f"expected a list or tuple of arguments, found {type(args).__name__}; "
-                "write args=(value,)"
+                "write args=(value,), or args=(batch,) for a whole batch"
             )
         if self.meetings is None and not self.listeners:
             result = self.call(self.entries[0], fn, args, kwargs)
@@ -99,6 +105,13 @@ class LocalReplicas:
                 args = [localize(argument) for argument in args]
             named = {k: localize(v) for k, v in kwargs.items()} if kwargs else {}
             return fn(*args, **named)
+        except TypeError as error:
+            _require_fitting(fn, args, kwargs or {}, error)
+            raise
+        except ValueError as error:
+            if "read-only" in str(error):
+                error.add_note(_READ_ONLY)
+            raise
         finally:
             pop(token)
 
@@ -194,6 +207,26 @@ class LocalReplicas:
     def merges(self) -> list[int]:
         """The result of `TreeOrder.merges` for this process."""
         return self.order.merges(self._rank)
+
+
+def _require_fitting(
+    fn: Callable[..., Any], args: Any, kwargs: Any, error: TypeError
+) -> None:
+    """Raise a TypeError with advice if a function cannot be called with arguments."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        # Compiled functions may have no signature.
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        raise TypeError(
+            f"expected arguments for {name}{signature}, found args with {len(args)} "
+            f"values and {len(kwargs)} kwargs; write args=(value,) for one value, and "
+            "args=(batch,) for a whole batch"
+        ) from error
 
 
 def _wrap(*leaves: Any) -> Any:

@@ -28,6 +28,22 @@ def test_a_sample_of_faults_is_told_to_all_ranks() -> None:
         assert outcome in found, counts
 
 
+def test_calls_in_signal_handlers_are_refused_and_change_no_sum() -> None:
+    calls = _SAMPLE.removeprefix("all_reduce,") + ",run_raising,apply_gradients,save"
+    counts = _swept(
+        2, 120, "--calls", calls, "--kinds", "call", "--every", "41", "--ranks", "1"
+    )
+    assert all(count["refused"] for count in counts.values()), counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("call", CALLS)
+def test_every_call_in_a_signal_handler_is_refused(n: int, call: str) -> None:
+    counts = _swept(n, 3600, "--calls", call, "--kinds", "call")
+    assert counts[call]["refused"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ["reduce", "all_reduce"])
 def test_every_fault_of_the_short_way_is_told_to_both_workers(call: str) -> None:

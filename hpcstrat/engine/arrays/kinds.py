@@ -192,8 +192,15 @@ def _on_host(value: Any, wanted: np.dtype[Any] | None) -> Array:
 
 
 def to_reducible(value: ArrayLike) -> Array:
-    """Return a value as an array; raise ValueError if its dtype cannot be summed."""
-    array = value if type(value) is np.ndarray else as_array(value)
+    """Return a value as an array; raise ValueError if its dtype cannot be summed.
+
+    Python integers become int64, so that their sum does not overflow. Python floats
+    become float32, as in tf.distribute.
+    """
+    if type(value) is np.ndarray:
+        array = value
+    else:
+        array = as_array(value, np.int64 if type(value) is int else None)
     dtype = array.dtype
     # CUDA has no long double.
     if dtype.char in "gG" and is_device(array):

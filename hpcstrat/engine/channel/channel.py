@@ -17,6 +17,7 @@ from typing import Any
 from hpcstrat.engine.channel.call import Call, describe_call
 from hpcstrat.engine.channel.call_state import CallState, Watched
 from hpcstrat.engine.channel.disagreement import LEFT, NOTICE, Announcement
+from hpcstrat.engine.channel.entries import open_channels
 from hpcstrat.engine.channel.failures import Failures
 from hpcstrat.engine.channel.headers import KernelHeaders, SegmentHeaders, make_kernel
 from hpcstrat.engine.channel.interruptible import InterruptibleComm
@@ -100,6 +101,7 @@ class Channel:
                 topology, self._comm, self.steps, self.rings, values
             )
         self.headers: SegmentHeaders | WireHeaders = self.wire or self.steps
+        open_channels.append(self)
 
     @property
     def num_calls(self) -> int:
@@ -386,5 +388,6 @@ class Channel:
         self._let_go()
 
     def _let_go(self) -> None:
+        open_channels.remove(self)
         for holder in (self.arrivals, self.rings, self.steps):
             holder.close()

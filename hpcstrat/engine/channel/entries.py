@@ -6,23 +6,52 @@ of the call yet, it reports the error in a header. If it has, it ends all calls 
 ranks, because it does not know how far the other ranks are. If two threads make calls
 at the same time, the second call is refused, because the order of the two calls may
 differ between ranks.
+
+A signal handler or a finalizer may run in the middle of a call, and make a call itself.
+This inner call is refused on its rank, before it changes anything, so that the outer
+call continues. Python cannot tell such functions from other functions of the program
+that the library calls inside of a call, and which may make calls, such as methods of a
+program's own strategy. So `interrupted_call` examines the stack, but only if this
+thread is in a call already.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
+import os
+import signal
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from threading import get_ident
+from types import CodeType, FrameType
 from typing import Any, NoReturn, TypeVar
 
 from hpcstrat.errors import CollectiveError
 
-__all__ = ["collective"]
+__all__ = [
+    "collective",
+    "interrupted_call",
+    "is_inner",
+    "open_channels",
+    "refuse_inner",
+]
 
 _NAP_SECONDS = 1e-3
+_CHANNEL = os.path.dirname(__file__)
+_ENGINE = os.path.dirname(_CHANNEL)
+_PACKAGE = os.path.dirname(_ENGINE) + os.sep
+# Modules that post headers, wait and exchange data. They never call functions of the
+# program, and no function that they call makes a call of its own.
+_EXCHANGING = (_CHANNEL + os.sep, os.path.join(_ENGINE, "collectives", ""))
+_INNER = "_hpcstrat_inner"
+
+# The channels of this process that are not closed.
+open_channels: list[Any] = []
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -43,6 +72,8 @@ def collective(method: _Method) -> _Method:
         outer = state.thread
         if outer not in (0, thread):
             _refuse(channel, outer, what)
+        if outer or channel.pending or len(open_channels) > 1:
+            refuse_inner(what)
         entered, state.thread = state.num_calls, thread
         if not outer:
             state.what = what
@@ -61,6 +92,84 @@ def collective(method: _Method) -> _Method:
             state.thread = outer
 
     return entry  # type: ignore[return-value]
+
+
+_ENTRY = collective(lambda self: None).__code__
+
+
+def refuse_inner(what: str) -> None:
+    """Raise CollectiveError if ``what`` is called by a function that interrupts a call.
+
+    Not collective. The other ranks do not learn of the error.
+    """
+    outer = interrupted_call(2)
+    if outer:
+        error = CollectiveError(
+            "expected calls one after the other, found that a signal handler, a "
+            f"finalizer or a callback called {what} in the middle of {outer}; set a "
+            "flag there, and make the call after the step, or save by a "
+            "PreemptionCheckpointHandler"
+        )
+        setattr(error, _INNER, True)
+        raise error
+
+
+def is_inner(error: BaseException) -> bool:
+    """Return whether an error is one of `refuse_inner`, which only this rank knows."""
+    return getattr(error, _INNER, False)
+
+
+def interrupted_call(depth: int = 1) -> str:
+    """Return the name of the call that a function interrupts, or "" if there is none.
+
+    The function is ``depth`` levels above the caller of `interrupted_call`.
+    """
+    thread = get_ident()
+    for channel in list(open_channels):
+        state = channel.state
+        # The program may wait for a started call outside of any other call.
+        inside = thread in (state.thread, channel.pending.thread)
+        if inside and _interrupts(sys._getframe(depth + 1)):
+            return state.what if state.thread else "a started call"
+    return ""
+
+
+def _interrupts(frame: FrameType | None) -> bool:
+    """Return whether a function, or one that has called it, interrupts a call."""
+    while frame is not None and frame.f_code is not _ENTRY:
+        path = frame.f_code.co_filename
+        if path.startswith(_EXCHANGING) and path != __file__:
+            return True
+        if not path.startswith(_PACKAGE) and _is_unasked(frame):
+            return True
+        frame = frame.f_back
+    return frame is None
+
+
+def _is_unasked(frame: FrameType) -> bool:
+    """Return whether Python itself has called a function: a handler or a finalizer."""
+    code, given = frame.f_code, inspect.getargvalues(frame)
+    if code.co_name == "__del__" or code.co_filename == weakref.__file__:
+        return True
+    arguments = [given.locals.get(name) for name in given.args]
+    arguments += given.locals.get(given.varargs, ()) if given.varargs else ()
+    # Signal handlers and trace functions get the frame that they interrupt, and the
+    # callbacks of weak references get the dead reference.
+    if any(
+        one is frame.f_back or (isinstance(one, weakref.ref) and one() is None)
+        for one in arguments
+    ):
+        return True
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    return any(_code_of(function) is code for function in (*handlers, *gc.callbacks))
+
+
+def _code_of(function: Any) -> CodeType | None:
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not hasattr(function, "__code__"):
+        function = type(function).__call__
+    return getattr(function, "__code__", None)
 
 
 def _refuse(channel: Any, other: int, what: str) -> NoReturn:

@@ -27,6 +27,7 @@ from hpcstrat.engine.channel.disagreement import (
     only_fingerprints_differ,
     same_call,
 )
+from hpcstrat.engine.channel.entries import is_inner
 from hpcstrat.engine.topology.survival import is_loss, lost_ranks, revoke
 from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.errors import (
@@ -317,7 +318,7 @@ class Failures:
             return
         if isinstance(error, Exception) and channel.num_calls == entered:
             self.fail(what, error)
-        elif not isinstance(error, HpcstratError):
+        elif is_inner(error) or not isinstance(error, HpcstratError):
             # Errors of the library's own classes are raised on every rank. If there are
             # pending calls, the ranks cannot resume, because their rings may differ.
             point = None if channel.pending else entered

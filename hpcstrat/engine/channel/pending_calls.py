@@ -9,6 +9,7 @@ from typing import Any
 
 from hpcstrat.engine.channel.call import Call, describe_call
 from hpcstrat.engine.channel.disagreement import FAILED, Announcement, announce_error
+from hpcstrat.engine.channel.entries import is_inner, refuse_inner
 from hpcstrat.engine.channel.waitable import Waitable, WaitSteps, exhaust
 from hpcstrat.engine.observe.timeline import active, recorded_wait
 from hpcstrat.errors import HpcstratError, RankLostError, TopologyError
@@ -97,6 +98,7 @@ class PendingCall:
             Whether the reduction has ended, so that `wait` does not block.
         """
         if not self._done:
+            refuse_inner("test() of a started call")
             self._channel.pending.progress()
         return self._done
 
@@ -116,6 +118,7 @@ class PendingCall:
             On every replica, if another replica made a different call.
         """
         while not self._done:
+            refuse_inner("wait() of a started call")
             try:
                 self._channel.pending.drain(self)
             except BaseException as error:
@@ -152,7 +155,8 @@ class PendingCall:
         """End all calls of all ranks, unless the other ranks know of the error."""
         failures = self._channel.failures
         known = failures.told_at == self._channel.num_calls
-        if not isinstance(error, HpcstratError) and not known:
+        alone = is_inner(error) or not isinstance(error, HpcstratError)
+        if alone and not known:
             failures.interrupted(self.call, error)
 
     def end(self, error: BaseException) -> None:
@@ -228,6 +232,8 @@ class PendingCalls(deque[PendingCall]):
         self._started, self._ends = threading.Event(), False
         # Held by the thread that advances the calls: main thread or progress thread.
         self.lock = threading.RLock()
+        # The ID of the thread that advances the calls now, or 0.
+        self.thread = 0
 
     def start(self, started: PendingCall) -> None:
         """Add a started call, which every later call of the channel advances.
@@ -255,17 +261,24 @@ class PendingCalls(deque[PendingCall]):
         the calls. Errors are kept in the PendingCall objects, whose `wait` raises them.
         """
         with self.lock:
-            while self:
-                first = self[0]
-                if not first.advance(waits):
-                    return
-                # An error may have removed calls from this queue.
-                if self and self[0] is first:
-                    self.popleft()
-                    if active.recorder is not None:
-                        active.recorder.ended(first)
-                if first is last:
-                    return
+            outer, self.thread = self.thread, threading.get_ident()
+            try:
+                self._drain(last, waits)
+            finally:
+                self.thread = outer
+
+    def _drain(self, last: PendingCall | None, waits: bool) -> None:
+        while self:
+            first = self[0]
+            if not first.advance(waits):
+                return
+            # An error may have removed calls from this queue.
+            if self and self[0] is first:
+                self.popleft()
+                if active.recorder is not None:
+                    active.recorder.ended(first)
+            if first is last:
+                return
 
     def num_separate(self) -> int:
         """Return the number of started calls, counting all parts together as one."""

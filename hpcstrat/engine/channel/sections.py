@@ -15,6 +15,7 @@ from typing import Any
 
 from hpcstrat.engine.channel.call import describe_call
 from hpcstrat.engine.channel.disagreement import Failure
+from hpcstrat.engine.channel.entries import refuse_inner
 from hpcstrat.errors import CollectiveError
 
 __all__ = ["Section"]
@@ -41,6 +42,7 @@ class Section:
 
     def __enter__(self) -> None:
         """Enter the section; not collective."""
+        refuse_inner(self._what)
         self._channel.failures.depth += 1
         self._steps = self._channel.position.steps
 

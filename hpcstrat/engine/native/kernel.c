@@ -819,14 +819,17 @@ static PyObject *wait(sum *s, PyObject *what, PyObject *awaited) {
     return found;
 }
 
-/* repeat(what, op, value, out): make a call by the sum that `sum_keep` has added for its kind.
- * Return the results. Return None, without having done anything, if there is no such sum, or if it
- * cannot make the call: then Python code must make the call, and raises an error if one is due. */
+/* repeat(what, op, value, out[, nested]): make a call by the sum that `sum_keep` has added for its
+ * kind. Return the results. Return None, without having done anything, if there is no such sum, or
+ * if it cannot make the call: then Python code must make the call, and raises an error if one is
+ * due. With five arguments, the call may be part of a call of this thread. */
 static PyObject *repeat(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    if (count != 4) return PyErr_Format(PyExc_TypeError, "expected 4 arguments");
+    if (count != 4 && count != 5) return PyErr_Format(PyExc_TypeError, "expected 4 arguments, or 5");
     PyObject *what = args[0], *value = args[2];
+    kernel *k = (kernel *)PyTuple_GetItem(self, 0);
     int listed = PyList_CheckExact(value);
-    sum *s = *slot_of((kernel *)PyTuple_GetItem(self, 0), value);
+    if (count == 4 && k->thread) Py_RETURN_NONE;
+    sum *s = *slot_of(k, value);
     while (s && !(s->listed == listed && s->kept[OWNER] == self &&
                   PyObject_RichCompareBool(s->kept[WHAT], what, Py_EQ) > 0 &&
                   PySequence_Contains(s->kept[NAMES], args[1]) > 0 && find(s, value, 0)))

@@ -10,7 +10,7 @@ from typing import Any
 from hpcstrat.engine.channel.call import Call, describe_call
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.closed import ClosedChannel
-from hpcstrat.engine.channel.entries import collective
+from hpcstrat.engine.channel.entries import collective, interrupted_call
 from hpcstrat.engine.channel.sections import Section
 
 __all__ = ["ObjectCollectives"]
@@ -122,8 +122,9 @@ class ObjectCollectives:
         """Let the other replicas raise at their next call; the caller raises ``error``.
 
         Collective over ``topology.replica_comm``: matches the other ranks' next call.
+        Does nothing in a function that interrupts a call, such as a signal handler.
         """
-        if self.channel is not None:
+        if self.channel is not None and not interrupted_call():
             self.channel.failures.fail(what, error)
 
     @contextlib.contextmanager

@@ -44,7 +44,9 @@ _LARGE_BYTES = 1 << 20
 _Request = tuple[ReduceOp, str, Any]
 
 
-def repeat_nothing(what: str, op: Any, value: Any, out: Any) -> Any:
+def repeat_nothing(
+    what: str, op: Any, value: Any, out: Any, nested: bool = False
+) -> Any:
     """Return None, so that every call is made by Python code, not by the kernel."""
 
 
@@ -104,7 +106,7 @@ class Reductions:
         ``out`` does not fit; the other replicas raise ReplicaError.
         """
         if options is None:
-            result = self.repeat(what, op, trees, out)
+            result = self.repeat(what, op, trees, out, True)
             if result is not None:
                 return result
             options = self._options

@@ -9,6 +9,9 @@ twice more. Either all ranks must raise an error, or no rank; or all ranks raise
 the very next call. Each value that a call returns must be right, and no trial may
 exceed a time limit. At the end, rank 0 prints the number of each outcome as a line of
 JSON.
+
+With ``--kinds call``, a signal handler makes a call at the event instead. This call
+must be refused, and no rank may raise an error.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import faulthandler
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -51,7 +55,7 @@ _LATE_SECONDS = 0.004
 _MOST_OCCURRENCES = 2
 _MAKERS = ("array", "asarray", "empty", "empty_like", "zeros", "zeros_like")
 _MAKERS += ("concatenate", "frombuffer", "ascontiguousarray", "cumsum")
-KINDS = {"memory": MemoryError, "interrupt": KeyboardInterrupt}
+KINDS: dict[str, Any] = {"memory": MemoryError, "interrupt": KeyboardInterrupt}
 
 # File, line and number of occurrences so far. The line is 0 for arrays.
 Event = tuple[str, int, int]
@@ -62,10 +66,16 @@ def _in_call() -> bool:
     return any(channel.state.thread for channel in exits._channels)
 
 
-class Tracer:
-    """A context that records events, and raises an error at one of them."""
+def _none(place: str) -> None:
+    """Plant nothing."""
 
-    def __init__(self, at: Event | None = None, error: type | None = None) -> None:
+
+class Tracer:
+    """A context that records events, and plants an error or a call at one of them."""
+
+    def __init__(
+        self, at: Event | None = None, error: Callable[[str], Exception | None] = _none
+    ) -> None:
         self.events: dict[Event, None] = {}
         self.raised = False
         self._at, self._error = at, error
@@ -78,8 +88,9 @@ class Tracer:
             self.events[event] = None
         if event == self._at and not self.raised:
             self.raised = True
-            assert self._error is not None
-            raise self._error(f"planted at {file.removeprefix(_PACKAGE)}:{line}")
+            error = self._error(f"planted at {file.removeprefix(_PACKAGE)}:{line}")
+            if error is not None:
+                raise error
 
     def _trace(self, frame: FrameType, what: str, _: Any) -> Any:
         file = frame.f_code.co_filename
@@ -563,6 +574,9 @@ class Sweep:
         self.case: Case | None = None
         self.step = 0
         self.wrong: list[str] = []
+        # The outcomes of the calls in the signal handler.
+        self.handled: list[str] = []
+        signal.signal(signal.SIGUSR1, self.handle)
 
     def fresh(self, kind: type[Case]) -> Case:
         """Return a working case; make a new one if the last one broke."""
@@ -597,6 +611,25 @@ class Sweep:
             return False, ""
         return False, f"found {found}, expected {right}"
 
+    def handle(self, *_: Any) -> None:
+        """Make a call that the call of every case could take for its own."""
+        assert self.case is not None
+        try:
+            self.case.strategy.broadcast_object("handled")
+        except hs.CollectiveError as error:
+            self.handled.append(str(error))
+        except BaseException as error:
+            self.handled.append(repr(error))
+        else:
+            self.handled.append("made")
+
+    def planted(self, kind: str) -> Callable[[str], Any]:
+        """Return the function that plants a fault of this kind at an event."""
+        if kind == "call":
+            return lambda place: signal.raise_signal(signal.SIGUSR1)
+        found: Callable[[str], Any] = KINDS[kind]
+        return found
+
     def late(self, waits: bool) -> None:
         time.sleep(_LATE_SECONDS if waits else 0)
 
@@ -619,7 +652,8 @@ class Sweep:
         """Plant one fault, and return the outcome of the trial."""
         waits, event = planned
         case = self.fresh(kind)
-        tracer = Tracer(event, KINDS[error]) if self.rank == where else None
+        tracer = Tracer(event, self.planted(error)) if self.rank == where else None
+        self.handled = []
         faulthandler.dump_traceback_later(_LIMIT_SECONDS, exit=True)
         if self.options.show and self.rank == where:
             print(f"next: {error} at {event}, waits={waits}", file=sys.stderr)
@@ -631,10 +665,15 @@ class Sweep:
         # Keep the step small, so that sums of half-precision types stay exact.
         self.step = (begun + 3) % 48
         every = self.comm.allgather((told, tracer is not None and tracer.raised))
+        handled = self.comm.bcast(self.handled, root=where)
         faulthandler.cancel_dump_traceback_later()
         outcome, problem = self.judge([t for t, _ in every], kind.catches)
         if not any(raised for _, raised in every):
             outcome = "not reached"
+        elif error == "call" and not problem:
+            refused = len(handled) == 1 and "in the middle of" in handled[0]
+            problem = "" if refused and outcome == "none raised" else f"{handled}"
+            outcome = "refused"
         if problem:
             file, line, number = event
             place = f"{file.removeprefix(_PACKAGE)}:{line} ({number})"

@@ -392,3 +392,39 @@ def test_calls_of_two_strategies_in_another_order_are_a_mismatch(
         kind = hs.CollectiveError if job.size > 1 else type(None)
         assert [type(error) for error in errors] == [kind] * 2
         assert_usable(second, job)
+
+
+def test_rows_of_ranks_and_replicas_are_those_of_a_global_batch(job: Any) -> None:
+    options: Any
+    for options in ({}, {"logical_replicas": 2 * job.size + 1}):
+        with hs.MultiWorkerMirroredStrategy(comm=job, **options) as strategy:
+            count = strategy.num_replicas_in_sync
+            for length in (0, 1, count - 1, count, count + 1, 7 * count + 3):
+                array = np.arange(length)
+                parts = job.allgather(array[strategy.rows(length)])
+                np.testing.assert_array_equal(np.concatenate(parts), array)
+                own = strategy.run(lambda n=length: (strategy.rows(n),))
+                mine = [p[0] for p in strategy.experimental_local_results(own)]
+                size = -(-length // count)
+                for replica, rows in zip(strategy.local_replicas, mine, strict=True):
+                    right = array[replica * size : (replica + 1) * size]
+                    np.testing.assert_array_equal(array[rows], right)
+            wrongs: Any = ((-1, ValueError), (1.5, TypeError))
+            for wrong, kind in wrongs:
+                with pytest.raises(kind):
+                    strategy.rows(wrong)
+
+
+def test_arguments_and_writes_that_fail_have_advice(strategy: Any) -> None:
+    batch = np.ones((2, 3)), np.ones(2)
+    with pytest.raises(TypeError, match=r"args=\(batch,\)"):
+        strategy.run(lambda batch: None, args=batch)
+    with pytest.raises(ValueError, match=r"args=\(batch,\)"):
+        strategy.run(lambda batch: None, args=np.ones(2))
+    with pytest.raises(TypeError, match="unsupported operand"):
+        strategy.run(lambda x: x + None, args=(1,))
+    with strategy.scope():
+        variable = hs.Variable(np.zeros(3), name="read only")
+    with pytest.raises(ValueError, match="read-only") as caught:
+        strategy.run(lambda: np.copyto(variable.value(), 1.0))
+    assert any("assign" in note for note in caught.value.__notes__)

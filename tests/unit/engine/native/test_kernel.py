@@ -118,6 +118,10 @@ def test_wrong_arguments_are_refused(kernel: ModuleType) -> None:
         assert not made.start([value], [result])
         assert made.reduce(value, result) is None
         assert repeat("reduce", "sum", value, result) is None
+    # A call in the middle of a call of this thread must be a part of that call.
+    one.thread = threading.get_ident()
+    assert repeat("reduce", "sum", own, own) is None
+    one.thread = 0
     assert not made.start([own, own], [own, own])
     assert not made.start(own, [own])
     with pytest.raises(RuntimeError, match="no call"):

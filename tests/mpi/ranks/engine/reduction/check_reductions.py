@@ -178,9 +178,9 @@ def test_floats_have_the_same_bits_on_all_ranks(strategy: Any, job: Any) -> None
             assert_same_bits(job, *results)
 
 
-def test_python_numbers_become_int32_and_float32(strategy: Any, job: Any) -> None:
+def test_python_numbers_become_int64_and_float32(strategy: Any, job: Any) -> None:
     for total in both_ways(strategy, "sum", [job.rank, 0.5, [1, 2]]):
-        assert [part.dtype for part in total[:2]] == [np.int32, np.float32]
+        assert [part.dtype for part in total[:2]] == [np.int64, np.float32]
         assert total[0] == sum(range(job.size))
         assert total[1] == job.size / 2
         assert total[2] == [job.size, 2 * job.size]
@@ -308,3 +308,12 @@ def test_wrong_axis_on_one_rank_fails_on_all(
         error = outcome(strategy.reduce, "sum", np.ones((2, 3)), axis=own)
         assert_only_one_failed(error, kind, faulty, job)
     assert_usable(strategy, job)
+
+
+def test_sums_of_python_integers_do_not_overflow(strategy: Any) -> None:
+    value, size = 2**40 + 1, strategy.num_replicas_in_sync
+    for total in both_ways(strategy, "sum", [value]):
+        assert total[0].dtype == np.int64
+        assert total[0] == size * value
+    with pytest.raises(ValueError, match="fit int64"):
+        strategy.reduce("sum", 2**70)
