@@ -73,3 +73,17 @@ def test_the_library_loads_keras_only_when_asked() -> None:
         "import hpcstrat.integrations.frameworks; assert 'keras' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_scopes_change_no_import_of_programs_without_keras() -> None:
+    program = (
+        "import sys, hpcstrat as hs\n"
+        "finders = [*sys.meta_path]\n"
+        "strategy = hs.OneDeviceStrategy()\n"
+        "with strategy.scope():\n"
+        "    assert sys.meta_path == finders, sys.meta_path\n"
+        "assert sys.meta_path == finders, sys.meta_path\n"
+        "found = {n for n in sys.modules if n.startswith('hpcstrat.integrations')}\n"
+        "assert not found, found\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

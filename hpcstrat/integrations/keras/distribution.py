@@ -13,6 +13,7 @@ from hpcstrat.integrations.keras.logical_training import LogicalDistributed
 from hpcstrat.integrations.keras.py_dataset import Batches, columns_of
 from hpcstrat.integrations.keras.replicas import (
     optimizer_of,
+    scope_strategies,
     separate_seeds,
     strategies,
 )
@@ -21,7 +22,6 @@ from hpcstrat.integrations.keras.requirements import (
     require_strategy,
 )
 from hpcstrat.strategies import Strategy, get_strategy
-from hpcstrat.strategies.keras_models import strategy_of
 
 __all__ = ["distribute", "distribute_with", "owner_of"]
 
@@ -110,7 +110,7 @@ def owner_of(model: Any) -> Strategy:
     If the model was made or compiled in a scope and is not distributed yet, this call
     distributes it, and is collective over the strategy's replicas.
     """
-    owner, known = strategy_of(model), strategies.get(model)
+    owner, known = scope_strategies.get(model), strategies.get(model)
     if known is not None or owner is None:
         return known or get_strategy()
     _distribute(model, owner, by_scope=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import subprocess
 import sys
@@ -24,6 +25,8 @@ import keras
 
 import hpcstrat as hs
 import hpcstrat.integrations.keras as hsk
+from hpcstrat.integrations.keras.replicas import scope_strategies
+from hpcstrat.integrations.keras.scope_models import own_all_models
 from tests.mpi.ranks.outcomes import outcome
 
 pytestmark = [
@@ -438,3 +441,18 @@ def test_keras_may_be_imported_in_the_scope() -> None:
         check=False, capture_output=True, text=True, timeout=120, env=alone,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_models_that_each_replica_trained_by_itself_are_refused(strategy: Any) -> None:
+    """If a scope imports Keras, models may train before hpcstrat sees Keras."""
+    gc.collect()
+    model = _compile(_layers(1, True))
+    with strategy.scope():
+        own_all_models()
+    assert scope_strategies[model] is strategy
+    other = _compile(_layers(1, True))
+    other.fit(X, Y, verbose=0)
+    with strategy.scope():
+        error = outcome(own_all_models)
+    assert isinstance(error, RuntimeError) == (strategy.num_replicas_in_sync > 1)
+    assert error is None or "import keras before strategy.scope()" in str(error)
