@@ -20,9 +20,10 @@ pytestmark = pytest.mark.framework("keras")
 # tests of code that differs between backends.
 CHOSEN = {
     ("torch", 2): "",
-    ("jax", 2): "fit_is or infinite or goes_on or in_a_scope_is or data_of_fit",
+    ("jax", 2): "fit_is or infinite or goes_on or in_a_scope_is or data_of_fit "
+    "or py_datasets or arrays_begin",
     ("tensorflow", 2): "fit_is or own or infinite or mask or of_all or goes_on "
-    "or in_a_scope_is or data_of_fit",
+    "or in_a_scope_is or data_of_fit or py_datasets or targets_of_fit",
 }
 
 

@@ -69,8 +69,8 @@ def _refuse_trained(model: Any) -> None:
     if size > 1 and any(steps):
         raise RuntimeError(
             f"expected keras to be imported before the scope in which {model.name!r} "
-            f"trains, found an import in the scope, and {max(steps)} steps that each of "
-            f"{size} replicas made by itself; import keras before strategy.scope()"
+            f"trains, found an import in the scope, and {max(steps)} steps that each "
+            f"of {size} replicas made by itself; import keras before strategy.scope()"
         )
 
 
@@ -118,7 +118,8 @@ def _distributed(method: Any) -> Any:
             given = inspect.signature(method).bind(self, *args, **options).arguments
             data = {key: value for key, value in given.items() if key != "self"}
             data |= data.pop("kwargs", {})
-            distribute_with(self, strategy, data)
+            shuffle = name == "fit" and data.get("shuffle", True)
+            distribute_with(self, strategy, data, shuffle=shuffle)
         return getattr(self, name)(**data)
 
     return call
