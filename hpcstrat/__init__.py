@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from hpcstrat._version import __version__ as __version__
+from hpcstrat.engine import scope_watchers
 from hpcstrat.engine.old_paths import OldPaths
 
 if TYPE_CHECKING:
@@ -246,6 +247,9 @@ def __dir__() -> list[str]:
     # Names that are not loaded yet are included, for completion in a shell.
     return sorted([*globals(), *__all__])
 
+
+# The strategies are in a layer below the integrations, and know none of them.
+scope_watchers.register("keras", "hpcstrat.integrations.keras.scope_models")
 
 # The finder for old import paths must be the first finder: after another finder, the
 # modules of a moved package would be loaded a second time.

@@ -32,6 +32,7 @@ from hpcstrat.engine.options import (
     check_on_error,
 )
 from hpcstrat.engine.reduction.replica_collectives import Collectives
+from hpcstrat.engine.scope_watchers import watch_loaded_libraries
 from hpcstrat.engine.settings import Settings
 from hpcstrat.engine.tree import is_leaf, tree_map
 from hpcstrat.engine.typing import Tree
@@ -41,7 +42,6 @@ from hpcstrat.safety.divergence.equality import check_equal
 from hpcstrat.safety.divergence.step_digests import StepDigests
 from hpcstrat.strategies import value_reduction
 from hpcstrat.strategies.extended import StrategyExtended
-from hpcstrat.strategies.keras_models import watch_keras
 from hpcstrat.strategies.local_replicas import LocalReplicas
 from hpcstrat.strategies.older_methods import OlderMethods
 from hpcstrat.strategies.replica_context import OPERATIONS
@@ -250,10 +250,12 @@ class Strategy(OlderMethods):
                     "strategy, pass it on, and do not nest scopes of two"
                 )
         if not self.is_default:
-            watch_keras()
+            watch_loaded_libraries()
         token = push(self.cross_entry)
         try:
             yield self
+            if not self.is_default:
+                watch_loaded_libraries()
         finally:
             pop(token)
 

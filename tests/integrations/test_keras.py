@@ -20,9 +20,10 @@ pytestmark = pytest.mark.framework("keras")
 # tests of code that differs between backends.
 CHOSEN = {
     ("torch", 2): "",
-    ("jax", 2): "fit_is or infinite or goes_on or in_a_scope_is or data_of_fit",
+    ("jax", 2): "fit_is or infinite or goes_on or in_a_scope_is or data_of_fit "
+    "or py_datasets or arrays_begin",
     ("tensorflow", 2): "fit_is or own or infinite or mask or of_all or goes_on "
-    "or in_a_scope_is or data_of_fit",
+    "or in_a_scope_is or data_of_fit or py_datasets or targets_of_fit",
 }
 
 
@@ -71,5 +72,19 @@ def test_the_library_loads_keras_only_when_asked() -> None:
     program = (
         "import sys, hpcstrat as hs; hs.ReduceOp; assert 'keras' not in sys.modules; "
         "import hpcstrat.integrations.frameworks; assert 'keras' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_scopes_change_no_import_of_programs_without_keras() -> None:
+    program = (
+        "import sys, hpcstrat as hs\n"
+        "finders = [*sys.meta_path]\n"
+        "strategy = hs.OneDeviceStrategy()\n"
+        "with strategy.scope():\n"
+        "    assert sys.meta_path == finders, sys.meta_path\n"
+        "assert sys.meta_path == finders, sys.meta_path\n"
+        "found = {n for n in sys.modules if n.startswith('hpcstrat.integrations')}\n"
+        "assert not found, found\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

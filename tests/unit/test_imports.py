@@ -108,6 +108,21 @@ def test_old_paths_lead_to_the_modules_and_warn() -> None:
         importlib.import_module("hpcstrat.no_such")
 
 
+def test_no_module_names_integrations_in_layers_below_them() -> None:
+    """Import-linter sees imports, but no names that are imported at run time."""
+    here = Path(hpcstrat.__file__).parent
+    layers = ("cli", "tools", "testing", "integrations")
+    found = [
+        path.relative_to(here)
+        for path in here.rglob("*.py")
+        if path.parent != here and path.relative_to(here).parts[0] not in layers
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if node.value.startswith("hpcstrat.integrations.")
+    ]
+    assert found == []
+
+
 def test_at_the_door_are_few_names() -> None:
     here = Path(hpcstrat.__file__).parent
     names = [path.name for path in here.iterdir() if path.name[0] not in "_."]

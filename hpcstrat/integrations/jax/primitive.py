@@ -47,14 +47,28 @@ __all__ = ["TreeOperation", "bind", "is_on_host", "refuse", "require_replica_con
 class _Order(effects.Effect):
     """An ordered effect: all operations with this effect run in program order."""
 
-    def __str__(self) -> str:
-        return "TreeOperation"
+    def __repr__(self) -> str:
+        return "collective calls of hpcstrat"
 
 
-for _kind in ("ordered", "lowerable", *("control_flow_allowed", "remat_allowed")):
-    getattr(effects, f"{_kind}_effects").add_type(_Order)
-effects.custom_derivatives_allowed_effects.add_type(_Order)
-_order = _Order()
+class _PythonCall(effects.Effect):
+    """An effect that makes JAX call each compiled function from Python.
+
+    From the second call on, JAX calls a function that was compiled ahead of time from
+    C++, without the tokens that order its effects. It does so also if all effects are
+    ordered, but not if there is an effect without an order (`create_cpp_call` in
+    ``jax/_src/interpreters/pxla.py``).
+    """
+
+
+effects.ordered_effects.add_type(_Order)
+for _kind in (
+    *("lowerable", "control_flow_allowed", "remat_allowed"),
+    "custom_derivatives_allowed",
+):
+    for _effect in (_Order, _PythonCall):
+        getattr(effects, f"{_kind}_effects").add_type(_effect)
+_order, _python_call = _Order(), _PythonCall()
 
 
 class _Here(threading.local):
@@ -293,7 +307,7 @@ def _program(exchange: TreeOperation) -> Any:
 @_exchange.def_effectful_abstract_eval
 def _shapes(*leaves: Any, exchange: TreeOperation) -> tuple[list[Any], set[Any]]:
     shapes = [leaf.update(shape=exchange.shape(leaf.shape)) for leaf in leaves]
-    return shapes, {_order}
+    return shapes, {_order, _python_call}
 
 
 def _inside(

@@ -63,6 +63,7 @@ class SynchronizedCallback(keras.callbacks.Callback):
         self._state = state
         self._strategy = strategy
         self._data = data
+        self._first_epoch: int | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Set all replicas' state to replica 0's, which may be from a backup file."""
@@ -76,8 +77,11 @@ class SynchronizedCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Tell `Batches` the epoch, which determines the order of its rows."""
+        if self._first_epoch is None:
+            self._first_epoch = epoch
         if isinstance(self._data, Batches):
-            self._data.epoch = epoch
+            anew = self._data.begins_anew
+            self._data.epoch = epoch - self._first_epoch if anew else epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Stop all replicas after this epoch if one replica stops."""

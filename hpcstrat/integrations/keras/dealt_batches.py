@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from hpcstrat.data import Dataset, DistributedDataset
 from hpcstrat.data.iterator import ReducibleDataset
 from hpcstrat.integrations.frameworks import refuse_logical_replicas
-from hpcstrat.integrations.keras.py_dataset import Batches, columns_of
+from hpcstrat.integrations.keras.py_dataset import Batches, columns_of, for_backend
 from hpcstrat.strategies import Strategy
 
 __all__ = ["DealtBatches", "dealt", "ends_with_its_data"]
@@ -32,11 +33,20 @@ class DealtBatches(DataAdapter):
     batch_size = has_partial_batch = partial_batch_size = None
 
     def __init__(
-        self, dataset: ReducibleDataset, strategy: Strategy, num_batches: int | None
+        self,
+        dataset: ReducibleDataset,
+        strategy: Strategy,
+        num_batches: int | None,
+        source: _NumpyBatches | None = None,
     ) -> None:
         self._dataset = dataset
         self._strategy = strategy
         self.num_batches = num_batches
+        # Set for a ``PyDataset``, of which every rank has one: a new iteration may read
+        # its first batch again, and Keras tells it where epochs begin and end.
+        self._source = source
+        # Whether each iteration over a ``PyDataset`` has its own order of batches.
+        self.shuffle = False
         self._class_weight: Any = None
         # The first batch, and the iterator over later batches, until `elements` runs.
         self._begun: tuple[Any, Iterator[Any]] | None = None
@@ -45,11 +55,44 @@ class DealtBatches(DataAdapter):
         """Set the ``class_weight`` of ``fit``, which a data adapter must apply."""
         self._class_weight = class_weight
 
+    def on_epoch_begin(self) -> None:
+        """Tell a ``PyDataset`` that an epoch begins; Keras calls this method."""
+        if self._source is not None:
+            self._source.batches.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        """Tell a ``PyDataset`` that an epoch has ended, after which it may change.
+
+        Keras calls this method also before the first epoch.
+        """
+        if self._source is not None:
+            self._begun = None
+            self._source.batches.on_epoch_end()
+
+    def _iteration(self) -> Iterator[Any]:
+        """Begin an iteration; every rank gets the order that replica 0 draws."""
+        if self._source is not None:
+            self._source.order = None
+            if self.shuffle and self.num_batches is not None:
+                # Keras draws from the same generator, and so do all ranks here.
+                order = list(range(self.num_batches))
+                random.shuffle(order)
+                collectives = self._strategy.collectives
+                self._source.order = collectives.broadcast_object(
+                    order, 0, "order of batches"
+                )
+        return iter(self._dataset)
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether Keras may read the first batch, and read it again."""
+        return self._source is not None
+
     @property
     def first(self) -> Any:
         """This replica's part of the first batch, which `elements` still yields."""
         if self._begun is None:
-            batches = iter(self._dataset)
+            batches = self._iteration()
             batch = next(batches, None)
             if batch is None:
                 raise ValueError(
@@ -68,12 +111,14 @@ class DealtBatches(DataAdapter):
             yield self._own(batch)
 
     def _own(self, batch: Any) -> Any:
-        own = self._strategy.local_value(batch)
+        return self._part(self._strategy.local_value(batch))
+
+    def _part(self, own: Any) -> Any:
         own = tuple(own) if isinstance(own, (tuple, list)) else (own,)
         if self._class_weight is not None and len(own) == 2:
             weigh = data_adapter_utils.class_weight_to_sample_weights
             own = *own, weigh(own[1], self._class_weight)
-        return own
+        return for_backend(own)
 
     def get_numpy_iterator(self) -> Any:
         return data_adapter_utils.get_numpy_iterator(self.elements())
@@ -87,7 +132,10 @@ class DealtBatches(DataAdapter):
     def get_tf_dataset(self) -> Any:
         import tensorflow as tf
 
-        signature = data_adapter_utils.get_tensor_spec([self.first])
+        # Each iteration of a ``PyDataset`` draws an order, so look at a batch of it.
+        source = self._source
+        batch = self.first if source is None else self._part(_plain(source.batches[0]))
+        signature = data_adapter_utils.get_tensor_spec([batch])
         make = tf.data.Dataset.from_generator
         # Switch prefetching off, because reading a batch is a collective call, and all
         # replicas must make their calls in the same order.
@@ -117,8 +165,12 @@ def dealt(x: Any, strategy: Strategy) -> Any:
     if is_known or x is None or columns_of(x) is not None:
         return x
     _refuse_logical(strategy)
-    batches = strategy.experimental_distribute_dataset(_NumpyBatches(x))
-    return DealtBatches(batches, strategy, _length(x))
+    source = _NumpyBatches(x)
+    batches = strategy.experimental_distribute_dataset(source)
+    is_py_dataset = isinstance(x, keras.utils.PyDataset)
+    return DealtBatches(
+        batches, strategy, _length(x), source if is_py_dataset else None
+    )
 
 
 def _refuse_logical(strategy: Strategy) -> None:
@@ -128,19 +180,18 @@ def _refuse_logical(strategy: Strategy) -> None:
 
 
 class _NumpyBatches:
-    """Batches of another library, converted to arrays of NumPy."""
+    """Batches of another library, converted to arrays of NumPy.
+
+    ``order`` are the numbers of the batches of a ``PyDataset``, if they are shuffled.
+    """
 
     def __init__(self, batches: Any) -> None:
-        self._batches = batches
+        self.batches = batches
+        self.order: list[int] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        batches = self._batches
-        if isinstance(batches, keras.utils.PyDataset):
-            for index in range(batches.num_batches):
-                yield _plain(batches[index])
-            batches.on_epoch_end()
-            return
-        for batch in batches:
+        source, order = self.batches, self.order
+        for batch in source if order is None else map(source.__getitem__, order):
             yield _plain(batch)
 
 
@@ -156,6 +207,9 @@ def _plain(batch: Any) -> Any:
 
 def _length(batches: Any) -> int | None:
     """Return the number of batches, or None if it is unknown."""
+    if isinstance(batches, keras.utils.PyDataset):
+        count: int | None = batches.num_batches
+        return count
     try:
         number = batches.cardinality() if hasattr(batches, "cardinality") else None
         found = len(batches) if number is None else int(number)

@@ -12,7 +12,6 @@ replica's number of rows, and divided by the mean number of rows per replica.
 from __future__ import annotations
 
 import inspect
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -49,7 +48,7 @@ from hpcstrat.integrations.keras.requirements import (
     require_one_step,
 )
 from hpcstrat.integrations.keras.row_predictions import Predictions
-from hpcstrat.integrations.keras.tensor_calls import exchanges
+from hpcstrat.integrations.keras.tensor_calls import drawn_seed, exchanges
 from hpcstrat.strategies import Strategy
 
 __all__ = ["DistributedMethods"]
@@ -226,15 +225,17 @@ class DistributedMethods:
         strategy = self.strategy
         callbacks = given.pop("callbacks", None)
         callbacks = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks) or [])
-        told = strategy.collectives.all_gather_object(
-            (any(map(is_watched, callbacks)), random.getrandbits(31)), "fit"
-        )
         _split(given)
+        shuffle = given.pop("shuffle", True)
+        # With "batch" Keras shuffles rows within batches: the batches stay the same.
+        orders = shuffle and shuffle != "batch" and columns_of(given["x"]) is not None
+        told = strategy.collectives.all_gather_object(
+            (any(map(is_watched, callbacks)), drawn_seed() if orders else 0), "fit"
+        )
         held = {
             "batch_size": given.pop("validation_batch_size", given.get("batch_size")),
             "steps": given.pop("validation_steps", None),
         }
-        shuffle = given.pop("shuffle", True)
         self._batched(given, "steps_per_epoch", shuffle=shuffle, seed=told[0][1])
         if (data := given.get("validation_data")) is not None:
             parts = data if isinstance(data, (tuple, list)) else (data,)
@@ -247,9 +248,12 @@ class DistributedMethods:
         callbacks.append(SynchronizedCallback(self.state, strategy, given["x"]))
         if any(watches for watches, _ in told):
             callbacks.append(StopTogether(strategy))
-        # `Batches` are already shuffled; Keras would draw another order per replica.
+        if isinstance(given["x"], (Batches, DealtBatches)):
+            # They are already shuffled; Keras would draw another order per replica.
+            shuffle = False
+        given |= {"callbacks": callbacks, "shuffle": shuffle}
         with ends_with_its_data():
-            return inner(**self._quiet(given), callbacks=callbacks, shuffle=False)
+            return inner(**self._quiet(given))
 
     def _evaluate(self, inner: Callable[..., Any], given: dict[str, Any]) -> Any:
         if not given.get("_use_cached_eval_dataset"):
@@ -305,7 +309,9 @@ class DistributedMethods:
             self.state.average()
         return inner(logs)
 
-    def _batched(self, given: dict[str, Any], steps: str, **options: Any) -> None:
+    def _batched(
+        self, given: dict[str, Any], steps: str, *, shuffle: Any = False, seed: int = 0
+    ) -> None:
         """Replace the arrays in a method's arguments by `Batches` of these arrays."""
         given["x"] = self._whole(given["x"])
         data = {name: given[name] for name in _DATA if given.get(name) is not None}
@@ -317,13 +323,21 @@ class DistributedMethods:
         elif isinstance(data["x"], DealtBatches):
             require_one_step(self.model)
             data["x"].weigh(given.pop("class_weight", None))
-            # Keras would build the model with the first batches, and not train on them.
-            self.model._symbolic_build(data_batch=data["x"].first)
+            data["x"].shuffle = bool(shuffle)
+            if not data["x"].is_repeatable:
+                # Keras would build the model with the first batches, and lose them.
+                self.model._symbolic_build(data_batch=data["x"].first)
         elif columns_of(data) is not None:
             for name in data:
                 del given[name]
-            options |= {"batch_size": given.pop("batch_size", None) or 32}
-            batches = Batches(**data, strategy=self.strategy, **options)
+            batches = Batches(
+                **data,
+                batch_size=given.pop("batch_size", None) or 32,
+                strategy=self.strategy,
+                shuffle=bool(shuffle) and shuffle != "batch",
+                seed=seed,
+            )
+            batches.begins_anew = True
             given["x"] = batches.with_steps(given.pop(steps, None))
 
     def _whole(self, x: Any) -> Any:

@@ -10,9 +10,10 @@ from hpcstrat.integrations.frameworks import require_sums_each_step
 from hpcstrat.integrations.keras.dealt_batches import DealtBatches, dealt
 from hpcstrat.integrations.keras.distributed_model import DistributedMethods
 from hpcstrat.integrations.keras.logical_training import LogicalDistributed
-from hpcstrat.integrations.keras.py_dataset import Batches, columns_of
+from hpcstrat.integrations.keras.py_dataset import Batches, columns_of, for_backend
 from hpcstrat.integrations.keras.replicas import (
     optimizer_of,
+    scope_strategies,
     separate_seeds,
     strategies,
 )
@@ -21,7 +22,6 @@ from hpcstrat.integrations.keras.requirements import (
     require_strategy,
 )
 from hpcstrat.strategies import Strategy, get_strategy
-from hpcstrat.strategies.keras_models import strategy_of
 
 __all__ = ["distribute", "distribute_with", "owner_of"]
 
@@ -86,16 +86,22 @@ def distribute(model: Any, strategy: Strategy) -> Any:
     return _distribute(model, strategy)
 
 
-def distribute_with(model: Any, strategy: Strategy, data: dict[str, Any]) -> None:
+def distribute_with(
+    model: Any, strategy: Strategy, data: dict[str, Any], *, shuffle: Any
+) -> None:
     """Distribute a model of a strategy's scope, and first build it if needed.
 
     Collective over the strategy's replicas. ``data`` are the arguments, by name, of the
-    model's method that the program calls. If building the model reads a batch of
-    ``data["x"]``, this function replaces ``data["x"]``, so that no batch is lost.
+    model's method that the program calls, and ``shuffle`` is that argument of ``fit``.
+    If building the model reads a batch of ``data["x"]``, this function replaces
+    ``data["x"]``, so that no batch is lost.
     """
     require_sums_each_step(strategy, _WHAT)
     if not all(layer.built for layer in model._flatten_layers()):
         data["x"] = dealt(data["x"], strategy)
+        if isinstance(data["x"], DealtBatches):
+            data["x"].shuffle = bool(shuffle)
+            data["x"].on_epoch_begin()
         batch = _first(data, strategy)
         if model.compiled:
             model._symbolic_build(data_batch=batch)
@@ -110,7 +116,7 @@ def owner_of(model: Any) -> Strategy:
     If the model was made or compiled in a scope and is not distributed yet, this call
     distributes it, and is collective over the strategy's replicas.
     """
-    owner, known = strategy_of(model), strategies.get(model)
+    owner, known = scope_strategies.get(model), strategies.get(model)
     if known is not None or owner is None:
         return known or get_strategy()
     _distribute(model, owner, by_scope=True)
@@ -156,4 +162,4 @@ def _first(data: dict[str, Any], strategy: Strategy) -> Any:
     arrays = {name: data[name] for name in names if data.get(name) is not None}
     columns: Any = columns_of(arrays)
     rows = columns.read(slice(0, min(columns.num_rows, data.get("batch_size") or 32)))
-    return tuple(rows.values())
+    return for_backend(tuple(rows.values()))

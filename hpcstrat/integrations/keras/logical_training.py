@@ -317,8 +317,10 @@ class LogicalDistributed(DistributedMethods):
         self.state.finish()
         return found
 
-    def _batched(self, given: dict[str, Any], steps: str, **options: Any) -> None:
-        super()._batched(given, steps, **options)
+    def _batched(
+        self, given: dict[str, Any], steps: str, *, shuffle: Any = False, seed: int = 0
+    ) -> None:
+        super()._batched(given, steps, shuffle=shuffle, seed=seed)
         if not isinstance(given["x"], Batches):
             raise NotImplementedError(
                 "expected arrays, Batches or a hpcstrat.Dataset on logical replicas, "

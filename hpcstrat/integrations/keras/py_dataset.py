@@ -13,7 +13,7 @@ from hpcstrat.data.sources import Columns, open_source
 from hpcstrat.engine.typing import Tree
 from hpcstrat.strategies import Strategy, get_strategy
 
-__all__ = ["Batches", "columns_of", "own_rows", "own_share"]
+__all__ = ["Batches", "columns_of", "for_backend", "own_rows", "own_share"]
 
 
 class Batches(keras.utils.PyDataset):
@@ -83,6 +83,8 @@ class Batches(keras.utils.PyDataset):
         )
         # The next epoch; a distributed model's ``fit`` sets it.
         self.epoch = 0
+        # Whether ``fit`` begins at epoch 0 also with ``initial_epoch``.
+        self.begins_anew = False
         self._steps: int | None = None
         # If set, a stage that replaces the dataset's, with another division of rows.
         self._dealt: Batched | None = None
@@ -110,7 +112,7 @@ class Batches(keras.utils.PyDataset):
         batches.x = None
         batches.distribute_strategy = strategy or get_strategy()
         batches.dataset = dataset
-        batches.epoch, batches._steps = 0, None
+        batches.epoch, batches.begins_anew, batches._steps = 0, False, None
         batches._dealt = stage
         return batches
 
@@ -151,7 +153,7 @@ class Batches(keras.utils.PyDataset):
         start = stage.rows_before(batch)
         size = stage.stop(start) - start
         first, last = own_share(size, strategy)
-        return writable(stage.read(epoch, start, first, last))
+        return for_backend(writable(stage.read(epoch, start, first, last)))
 
     @property
     def _stage(self) -> Batched:
@@ -162,7 +164,7 @@ class Batches(keras.utils.PyDataset):
     def first_rows(self) -> Tree:
         """Return the first global batch; for the library's own modules."""
         stage = self._stage
-        return stage.read(0, 0, 0, stage.stop(0))
+        return for_backend(stage.read(0, 0, 0, stage.stop(0)))
 
     def __repr__(self) -> str:
         """Return a description of the rows as text."""
@@ -175,6 +177,16 @@ def columns_of(data: Tree) -> Columns | None:
     if all(hasattr(leaf, "shape") and hasattr(leaf, "__getitem__") for leaf in leaves):
         return open_source(data)
     return None
+
+
+def for_backend(batch: Tree) -> Tree:
+    """Return a batch with tuples for lists if the backend is TensorFlow, as Keras does.
+
+    Data sets of TensorFlow would make one tensor of a list.
+    """
+    if keras.config.backend() == "tensorflow":
+        return keras.tree.lists_to_tuples(batch)
+    return batch
 
 
 def own_rows(columns: Columns, strategy: Strategy) -> Tree:

@@ -20,6 +20,7 @@ __all__ = [
     "optimizer_of",
     "optimizers_of",
     "put",
+    "scope_strategies",
     "seed_generators",
     "seed_mask",
     "separate_seeds",
@@ -30,6 +31,8 @@ __all__ = [
 # Each distributed model's strategy. It is not an attribute of the model, so that copied
 # or saved models do not include it.
 strategies: weakref.WeakKeyDictionary[Any, Strategy] = weakref.WeakKeyDictionary()
+# The strategy in whose scope a model was last used, even if it is not distributed yet.
+scope_strategies: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def as_array(tensor: Any) -> Array:

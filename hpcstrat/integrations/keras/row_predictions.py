@@ -46,11 +46,15 @@ class Predictions:
         """Return the predictions for batches that are divided among the replicas."""
         alone = type(self._model).predict_on_batch
         found = []
+        # Keras ends an epoch before the first one, too.
+        batches.on_epoch_end()
+        batches.on_epoch_begin()
         for batch in itertools.islice(batches.elements(), steps):
             rows = keras.tree.flatten(batch[0])[0].shape[0]
             own = alone(self._model, keras.tree.map_structure(_at_least_one, batch[0]))
             own = keras.tree.map_structure(lambda part, n=rows: part[:n], own)
             found.append(self.gathered(own))
+        batches.on_epoch_end()
         return _concatenated(found)
 
     def gathered(self, own: Any) -> Any:

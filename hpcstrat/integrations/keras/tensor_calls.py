@@ -17,7 +17,7 @@ import numpy as np
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.strategies import Strategy
 
-__all__ = ["TensorCalls", "exchanges"]
+__all__ = ["TensorCalls", "drawn_seed", "exchanges"]
 
 
 class TensorCalls(NamedTuple):
@@ -45,6 +45,23 @@ def exchanges() -> TensorCalls:
             f"{backend!r}, which trains no models; set KERAS_BACKEND"
         )
     return made[backend]()
+
+
+def drawn_seed() -> int:
+    """Draw a seed for an order of rows, from the generator from which Keras draws one.
+
+    Keras draws seeds of weights from Python's generator, but no orders of arrays.
+    """
+    backend, most = keras.config.backend(), 2**31 - 1
+    if backend == "torch":
+        import torch
+
+        return int(torch.randint(most, ()))
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        return int(tf.random.uniform((), maxval=most, dtype=tf.int32))
+    return int(np.random.randint(most))  # noqa: NPY002
 
 
 def _added(strategy: Strategy, number: Any) -> Any:

@@ -59,6 +59,42 @@ def test_sums_of_all_types_are_those_of_numpy(strategy: Any, wrap: Wrap) -> None
     _expect(own, _tree(rank))
 
 
+AHEAD: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "sum": (lambda total, x: total(x), lambda s, size: s),
+    "gradient": (
+        lambda total, x: jax.grad(lambda x: jnp.sum(total(x) ** 2) / 2)(x),
+        lambda s, size: s * size,
+    ),
+    "loop": (
+        lambda total, x: jax.lax.fori_loop(0, 2, lambda _, a: total(a), x),
+        lambda s, size: s * size,
+    ),
+    "branch": (
+        lambda total, x: jax.lax.cond(x[0] < 99, total, lambda a: a, x),
+        lambda s, size: s,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(AHEAD))
+def test_functions_compiled_ahead_of_time_run_many_times(
+    strategy: Any, name: str
+) -> None:
+    """JAX calls such functions in another way from the second call on."""
+    function, expect = AHEAD[name]
+    size, rank = strategy.num_replicas_in_sync, strategy.replica_id
+
+    def total(x: Any) -> Any:
+        return hsj.all_reduce(x, "sum", strategy)
+
+    jitted = jax.jit(lambda x: function(total, x), donate_argnums=0)
+    compiled = jitted.lower(jnp.zeros(3)).compile()
+    for call in range(3):
+        values = [np.arange(3.0, dtype=np.float32) + r + call for r in range(size)]
+        for run in (compiled, jitted):
+            _expect(run(jnp.asarray(values[rank])), expect(sum(values), size))
+
+
 @inside
 def test_means_gathers_and_broadcasts_are_those_of_numpy(
     strategy: Any, wrap: Wrap

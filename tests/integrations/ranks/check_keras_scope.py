@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +26,8 @@ import keras
 
 import hpcstrat as hs
 import hpcstrat.integrations.keras as hsk
+from hpcstrat.integrations.keras.replicas import scope_strategies
+from hpcstrat.integrations.keras.scope_models import own_all_models
 from tests.mpi.ranks.outcomes import outcome
 
 pytestmark = [
@@ -290,6 +294,90 @@ def test_batches_of_the_program_are_global_in_a_scope(strategy: Any) -> None:
         _expect(_weights(model, strategy), weights)
 
 
+class _Changing(_Sequence):
+    """Batches that change after each epoch, with a list of the calls by Keras."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def on_epoch_begin(self) -> None:
+        self.calls.append("begin")
+
+    def on_epoch_end(self) -> None:
+        self.calls.append("end")
+        self.batches = [(x * 0.9, y) for x, y in self.batches]
+
+
+@pytest.mark.parametrize("has_input", [True, False])
+def test_py_datasets_are_shuffled_and_told_of_epochs_as_by_keras(
+    strategy: Any, has_input: bool
+) -> None:
+    """The order of batches is that of Keras, and so is the next random number."""
+
+    def fit(model: Any) -> Any:
+        data = _Changing()
+        model.fit(data, epochs=3, verbose=0)
+        model.fit(data, epochs=2, initial_epoch=1, shuffle=False, verbose=0)
+        return model, data.calls, random.random()
+
+    def compute() -> Any:
+        model, *others = fit(_compile(_layers(1, has_input)))
+        return _weights(model), others
+
+    weights, others = _alone(strategy, compute)
+    with strategy.scope():
+        model, *found = fit(_compile(_layers(1, has_input)))
+    _expect(_weights(model, strategy), weights)
+    if BACKEND != "tensorflow":  # TensorFlow reads ahead, and so changes later.
+        assert found == others
+
+
+def test_arrays_take_no_number_from_pythons_generator(strategy: Any) -> None:
+    """The weights of the next model are those without hpcstrat."""
+    with strategy.scope():
+        model = _compile(_layers(1, True))
+        keras.utils.set_random_seed(7)
+        model.fit(X, Y, SIZE, 2, 0)
+    found = random.random()
+    keras.utils.set_random_seed(7)
+    assert found == random.random()
+    _weights(model, strategy)
+
+
+@pytest.mark.parametrize("shuffle", [False, "batch"])
+def test_arrays_begin_with_the_first_row_at_a_later_epoch(
+    strategy: Any, shuffle: Any
+) -> None:
+    options = {"initial_epoch": 3, "steps_per_epoch": 2, "verbose": 0}
+
+    def fit(model: Any) -> Any:
+        model.fit(X, Y, SIZE, 5, shuffle=shuffle, **options)
+        return _weights(model)
+
+    weights = _alone(strategy, lambda: fit(_compile(_layers(1, True))))
+    with strategy.scope():
+        _expect(fit(_compile(_layers(1, True))), weights)
+
+
+@pytest.mark.parametrize("pack", [list, tuple])
+def test_several_targets_of_fit_may_be_lists(strategy: Any, pack: Any) -> None:
+    def fit() -> Any:
+        keras.utils.set_random_seed(1)
+        first, second = layers.Input((3,)), layers.Input((3,))
+        joined = layers.Concatenate()([first, second])
+        outputs = [layers.Dense(1)(joined), layers.Dense(1)(joined)]
+        model = keras.Model([first, second], outputs)
+        model.compile(keras.optimizers.SGD(0.1), ["mse", "mse"])
+        x, y = pack([X[:, :3], X[:, 3:]]), pack([Y, 1 - Y])
+        model.fit(x, y, SIZE, 2, 0, shuffle=False)
+        return _weights(model)
+
+    weights = _alone(strategy, fit)
+    with strategy.scope():
+        _expect(fit(), weights)
+
+
 @pytest.mark.skipif(BACKEND != "torch", reason="of loaders of PyTorch")
 def test_loaders_of_torch_are_global_in_a_scope(strategy: Any) -> None:
     import torch
@@ -438,3 +526,18 @@ def test_keras_may_be_imported_in_the_scope() -> None:
         check=False, capture_output=True, text=True, timeout=120, env=alone,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_models_that_each_replica_trained_by_itself_are_refused(strategy: Any) -> None:
+    """If a scope imports Keras, models may train before hpcstrat sees Keras."""
+    gc.collect()
+    model = _compile(_layers(1, True))
+    with strategy.scope():
+        own_all_models()
+    assert scope_strategies[model] is strategy
+    other = _compile(_layers(1, True))
+    other.fit(X, Y, verbose=0)
+    with strategy.scope():
+        error = outcome(own_all_models)
+    assert isinstance(error, RuntimeError) == (strategy.num_replicas_in_sync > 1)
+    assert error is None or "import keras before strategy.scope()" in str(error)
