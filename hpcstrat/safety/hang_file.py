@@ -15,19 +15,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hpcstrat.cluster_resolver import (
-    batch_job_from_environment,
-    launch_from_environment,
-)
+from hpcstrat.cluster_resolver import launch_from_environment
+from hpcstrat.cluster_resolver.launch import run_name
 from hpcstrat.engine.logs import place
 
 __all__ = ["add_event", "keep_in", "path_of"]
 
 # Limit of the wait, so that a dead file server cannot delay the end of the job.
 _SECONDS = 2.0
-# Environment variables with the launcher's name of the job, equal on all ranks.
-_STEPS = ("SLURM_STEP_ID", "SLURM_RESTART_COUNT", "PMIX_NAMESPACE", "PALS_APID")
-_OTHERS = ("PMI_JOBID", "HYDRA_JOBID")
 
 
 class _Kept:
@@ -39,13 +34,9 @@ class _Kept:
 
 def path_of(folder: str) -> str:
     """Return the path of this job's hang file in a folder."""
-    job = batch_job_from_environment()
-    names = [] if job is None else [job.job_id]
-    names += [os.environ[name] for name in _STEPS if os.environ.get(name)]
-    names += [] if names else [os.environ[n] for n in _OTHERS if os.environ.get(n)]
     # Without a job name, use the host and the launcher's process (the parent process).
-    names = names or [f"{platform.node()}-{os.getppid()}"]
-    words = re.sub(r"[^\w.]+", "-", "-".join(names))
+    name = run_name() or f"{platform.node()}-{os.getppid()}"
+    words = re.sub(r"[^\w.]+", "-", name)
     return os.path.join(os.path.abspath(folder), f"hpcstrat-hang-{words}.jsonl")
 
 

@@ -24,7 +24,12 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hpcstrat.cluster_resolver.launch import Launch, launch_from_environment
+from hpcstrat._launchers import LAUNCHER_PROGRAMS, RUN_NAMES
+from hpcstrat.cluster_resolver.launch import (
+    Launch,
+    launch_from_environment,
+    run_name,
+)
 from hpcstrat.engine.topology.process_stat import (
     PARENT,
     START,
@@ -61,16 +66,6 @@ _CHECK = struct.Struct("=IH")
 # Layout of ``struct flock`` on 64-bit Linux.
 _LOCK = struct.Struct("@hhqqi4x")
 _ANCESTORS = 8
-# Names of the launcher processes that start ranks, as truncated by the kernel.
-_DAEMONS = (
-    "hydra_pmi_proxy",
-    "pmi_proxy",
-    "slurmstepd",
-    "prted",
-    "prterun",
-    "orted",
-    "flux-shell",
-)
 _ATTEMPTS = 3
 _GATE_SECONDS = 2.0
 _OLD_SECONDS = 60.0
@@ -308,10 +303,8 @@ def _job_name(env: Mapping[str, str]) -> str:
     """Return a text that identifies this job on this host; empty without a launcher."""
     # A requeued job has its old name, and process numbers are reused. Therefore add the
     # number and start time of the launcher's process, which together are unique.
-    slurm = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    names = [env.get(name, "") for name in ("PMIX_NAMESPACE", *slurm)]
-    key = [*names, _daemon()[0]]
-    if not (names[0] or names[2] or key[-1]):
+    key = [run_name(env), _daemon()[0]]
+    if not (key[-1] or any(env.get(name) for name in RUN_NAMES)):
         return ""
     return hashlib.blake2b("\n".join(key).encode(), digest_size=8).hexdigest()
 
@@ -329,7 +322,7 @@ def _daemon() -> tuple[str, bool]:
             name, fields = process_stat(pid)
         except OSError:
             break
-        if name in _DAEMONS:
+        if name in LAUNCHER_PROGRAMS:
             place = f"{name} {pid} {fields[START]} {pid_namespace()}"
             return place, pid == parent
         pid = int(fields[PARENT])
