@@ -483,6 +483,7 @@ def test_a_cancelled_job_is_not_started_again(slurm: Slurm, folder: Path) -> Non
     slurm.command("scancel", str(job.number))
     assert job.wait_to_end() == "CANCELLED", job.output
     assert job.fields()["Restarts"] == "0"
+    assert "was cancelled: it is not requeued" in job.output
 
 
 @needs_matplotlib
