@@ -61,8 +61,9 @@ class BatchJob:
         Raises
         ------
         RuntimeError
-            If the scheduler refuses; the error has its message. PBS lets only operators
-            requeue jobs, and Flux nobody; there, a script must submit itself again.
+            If the scheduler refuses; the error has its message. If the job of Slurm was
+            cancelled. PBS lets only operators requeue jobs, and Flux nobody; there, a
+            script must submit itself again.
         """
         command = _COMMANDS[self.scheduler].requeue
         if not command:
@@ -70,6 +71,11 @@ class BatchJob:
                 f"expected a scheduler that users can ask to requeue a job, found "
                 f"{self.scheduler}; submit the script again when it ends with status "
                 f"42, as jobs/{self.scheduler.lower()}/ shows"
+            )
+        if self.scheduler == "Slurm" and _slurm_has_cancelled(self.job_id):
+            raise RuntimeError(
+                f"expected job {self.job_id} to run until it is requeued, found that "
+                "it was cancelled; submit it again if it is to continue"
             )
         try:
             output_of([*command, self.job_id])
@@ -136,6 +142,16 @@ def _slurm_end(job: str) -> float | None:
         words = ["squeue", "--noheader", "--jobs", job, "--format=%e"]
         said = output_of(words, {**os.environ, "SLURM_TIME_FORMAT": "%s"}).strip()
     return float(said) if said.isdecimal() and int(said) else None
+
+
+def _slurm_has_cancelled(job: str) -> bool:
+    # Slurm would requeue a job that its user has just cancelled. Only such a job is
+    # completing without a reason while its ranks still run.
+    words = ["squeue", "--noheader", "--states=all", "--jobs", job, "--format=%T %r"]
+    try:
+        return output_of(words).strip() == "COMPLETING None"
+    except (OSError, subprocess.SubprocessError):
+        return False
 
 
 def _pbs_end(job: str) -> float | None:
