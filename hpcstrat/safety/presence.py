@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import mmap
 import os
 import platform
 import struct
@@ -62,6 +63,7 @@ _FOLDER = "/dev/shm"
 _NAME = "hpcstrat-start-"
 _PAGE_BYTES = 4096
 _MOST_TEXT = 400
+_SHARED_OFFSET = 512
 _CHECK = struct.Struct("=IH")
 # Layout of ``struct flock`` on 64-bit Linux.
 _LOCK = struct.Struct("@hhqqi4x")
@@ -192,9 +194,20 @@ class LaunchRegistry:
             os.pwrite(self._handle, mark, _CHECK.size)
         return True
 
+    def shared_memory(self) -> memoryview | None:
+        """Return memory that the ranks of this host share; None if there is none."""
+        if not self.is_open:
+            return None
+        try:
+            page = mmap.mmap(self._handle, _PAGE_BYTES)
+        except (OSError, ValueError):
+            return None
+        return memoryview(page)[_SHARED_OFFSET:]
+
     @staticmethod
     def _place(rank: int) -> int:
-        # The first page is for the lock of ``_gate`` and the hash of `claims`.
+        # The first page is for the lock of ``_gate``, the hash of `claims`, and
+        # `shared_memory`.
         return (1 + rank) * _PAGE_BYTES
 
     def close(self) -> None:

@@ -50,7 +50,6 @@ def test_no_other_module_names_launchers() -> None:
         for name in _names(path)
         if name in known
     }
-    # These three read the number of a Slurm task, whatever the launcher was.
     assert not found, sorted(found)
 
 
