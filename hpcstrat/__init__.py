@@ -11,6 +11,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from hpcstrat._launchers import LAUNCHERS
 from hpcstrat._version import __version__ as __version__
 from hpcstrat.engine import scope_watchers
 from hpcstrat.engine.old_paths import OldPaths
@@ -259,13 +260,6 @@ sys.meta_path.insert(0, OldPaths())
 # rank's state from now on: even before MPI runs, the other ranks then see that this
 # rank has started or ended.
 if "mpi4py.MPI" in sys.modules or any(
-    os.environ.get(name, "1") != "1"
-    for name in (
-        "OMPI_COMM_WORLD_SIZE",
-        "PMI_SIZE",
-        "SLURM_STEP_NUM_TASKS",
-        "FLUX_JOB_SIZE",
-        "JSM_NAMESPACE_SIZE",
-    )
+    os.environ.get(launcher.size, "1") != "1" for launcher in LAUNCHERS
 ):
     importlib.import_module("hpcstrat.safety.start.early").begin()

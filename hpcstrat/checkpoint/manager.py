@@ -43,6 +43,7 @@ from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.observe.job_timeline import measure
 from hpcstrat.engine.observe.timeline import traced
 from hpcstrat.errors import CheckpointError
+from hpcstrat.safety import newest_checkpoint
 
 __all__ = ["CheckpointManager"]
 
@@ -134,6 +135,7 @@ class CheckpointManager:
         # Number of asynchronous saves: each compares another part of the variables.
         self._turn = 0
         on_rank_0(strategy, _CREATION, folder.prepare)
+        newest_checkpoint.prepare()
 
     def __enter__(self) -> Self:
         """Return this manager."""

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
+from hpcstrat._launchers import SCHEDULERS
+
 __all__ = ["BatchJob", "batch_job_from_environment"]
 
 _SECONDS = 60.0
@@ -47,7 +49,7 @@ class BatchJob:
             if the command fails, such as in a container without the command.
         """
         try:
-            return _SCHEDULERS[self.scheduler].end(self.job_id)
+            return _COMMANDS[self.scheduler].end(self.job_id)
         except (OSError, subprocess.SubprocessError, ValueError, KeyError):
             return None
 
@@ -59,15 +61,21 @@ class BatchJob:
         Raises
         ------
         RuntimeError
-            If the scheduler refuses; the error has its message. PBS lets only operators
-            requeue jobs, and Flux nobody; there, a script must submit itself again.
+            If the scheduler refuses; the error has its message. If the job of Slurm was
+            cancelled. PBS lets only operators requeue jobs, and Flux nobody; there, a
+            script must submit itself again.
         """
-        command = _SCHEDULERS[self.scheduler].requeue
+        command = _COMMANDS[self.scheduler].requeue
         if not command:
             raise RuntimeError(
                 f"expected a scheduler that users can ask to requeue a job, found "
                 f"{self.scheduler}; submit the script again when it ends with status "
                 f"42, as jobs/{self.scheduler.lower()}/ shows"
+            )
+        if self.scheduler == "Slurm" and _slurm_has_cancelled(self.job_id):
+            raise RuntimeError(
+                f"expected job {self.job_id} to run until it is requeued, found that "
+                "it was cancelled; submit it again if it is to continue"
             )
         try:
             output_of([*command, self.job_id])
@@ -97,11 +105,10 @@ def batch_job_from_environment(
         The innermost job, if they are nested; None outside of a job.
     """
     env = os.environ if environment is None else environment
-    for name, scheduler in _SCHEDULERS.items():
-        found = [env[variable] for variable in scheduler.job if env.get(variable)]
-        if len(found) == len(scheduler.job) or (scheduler.any_of and found):
+    for name, scheduler in SCHEDULERS.items():
+        if job_id := scheduler.job_id(env):
             # The ID has the task's number in a job array: each task is a job.
-            return BatchJob(name, found[0] + scheduler.task(env))
+            return BatchJob(name, job_id + _COMMANDS[name].task(env))
     return None
 
 
@@ -135,6 +142,16 @@ def _slurm_end(job: str) -> float | None:
         words = ["squeue", "--noheader", "--jobs", job, "--format=%e"]
         said = output_of(words, {**os.environ, "SLURM_TIME_FORMAT": "%s"}).strip()
     return float(said) if said.isdecimal() and int(said) else None
+
+
+def _slurm_has_cancelled(job: str) -> bool:
+    # Slurm would requeue a job that its user has just cancelled. Only such a job is
+    # completing without a reason while its ranks still run.
+    words = ["squeue", "--noheader", "--states=all", "--jobs", job, "--format=%T %r"]
+    try:
+        return output_of(words).strip() == "COMPLETING None"
+    except (OSError, subprocess.SubprocessError):
+        return False
 
 
 def _pbs_end(job: str) -> float | None:
@@ -200,29 +217,18 @@ def _sge_task(env: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _SchedulerVariables:
-    """The variables that identify a scheduler's job, and the scheduler's commands."""
+class _Commands:
+    """A scheduler's commands about a job, and the number of a task of a job array."""
 
-    job: tuple[str, ...]
     end: Callable[[str], float | None]
     requeue: tuple[str, ...] = ()
     task: Callable[[Mapping[str, str]], str] = lambda _: ""
-    any_of: bool = False
 
 
-# The innermost scheduler is first: Flux runs inside of jobs of the other schedulers.
-_SCHEDULERS = {
-    # Flux does not set FLUX_JOB_ID in a batch script.
-    "Flux": _SchedulerVariables(
-        ("FLUX_JOB_ID", "FLUX_ENCLOSING_ID"), _flux_end, any_of=True
-    ),
-    "Slurm": _SchedulerVariables(
-        ("SLURM_JOB_ID",), _slurm_end, ("scontrol", "requeue")
-    ),
-    "PBS": _SchedulerVariables(("PBS_JOBID",), _pbs_end),
-    "LSF": _SchedulerVariables(("LSB_JOBID",), _lsf_end, ("brequeue",), _lsf_task),
-    # SGE needs two variables, because other schedulers set JOB_ID, too.
-    "SGE": _SchedulerVariables(
-        ("JOB_ID", "SGE_TASK_ID"), _sge_end, ("qmod", "-rj"), _sge_task
-    ),
+_COMMANDS = {
+    "Flux": _Commands(_flux_end),
+    "Slurm": _Commands(_slurm_end, ("scontrol", "requeue")),
+    "PBS": _Commands(_pbs_end),
+    "LSF": _Commands(_lsf_end, ("brequeue",), _lsf_task),
+    "SGE": _Commands(_sge_end, ("qmod", "-rj"), _sge_task),
 }

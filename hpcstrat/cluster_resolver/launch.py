@@ -6,53 +6,26 @@ import contextlib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from hpcstrat.cluster_resolver.node_list import expand_tasks_per_node
-
-__all__ = ["Launch", "launch_from_environment"]
-
-_OPEN_MPI = "OMPI_COMM_WORLD_"
-_MPIEXEC = "mpiexec of MPICH"
-_SLURM_TASKS = "SLURM_STEP_TASKS_PER_NODE"
-_FLUX, _JSRUN = "FLUX_TASK_RANK", "JSM_NAMESPACE_"
-# For each launcher: its name, and the environment variables that it sets for the rank,
-# the number of ranks, the rank on the host, and the number of ranks on the host.
-# The order matters: ranks of mpirun in a Slurm job have Slurm's variables, too.
-_LAUNCHERS = (
-    (
-        "mpirun of Open MPI",
-        f"{_OPEN_MPI}RANK",
-        f"{_OPEN_MPI}SIZE",
-        (f"{_OPEN_MPI}LOCAL_RANK",),
-        (f"{_OPEN_MPI}LOCAL_SIZE",),
-    ),
-    # jsrun of LSF; see its manual, "Environment variables".
-    (
-        "jsrun",
-        f"{_JSRUN}RANK",
-        f"{_JSRUN}SIZE",
-        (f"{_JSRUN}LOCAL_RANK",),
-        (f"{_JSRUN}LOCAL_SIZE",),
-    ),
-    # PALS, Cray's mpiexec for PBS, sets PMI_LOCAL_RANK and PMI_LOCAL_SIZE.
-    (
-        _MPIEXEC,
-        "PMI_RANK",
-        "PMI_SIZE",
-        ("MPI_LOCALRANKID", "SLURM_LOCALID", "FLUX_TASK_LOCAL_ID", "PMI_LOCAL_RANK"),
-        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", _SLURM_TASKS),
-    ),
-    ("flux run", _FLUX, "FLUX_JOB_SIZE", ("FLUX_TASK_LOCAL_ID",), ()),
-    (
-        "srun",
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS",
-        ("SLURM_LOCALID",),
-        (_SLURM_TASKS,),
-    ),
+from hpcstrat._launchers import (
+    FOREIGN_LAUNCHERS,
+    LAUNCHERS,
+    MPICH_PROTOCOL,
+    RUN_NAMES,
+    SCHEDULERS,
 )
+from hpcstrat.cluster_resolver.batch_job import batch_job_from_environment
+from hpcstrat.cluster_resolver.node_list import expand_tasks_per_node
+from hpcstrat.cluster_resolver.tf_config import TFConfigClusterResolver
+
+__all__ = ["Launch", "foreign_launch", "launch_from_environment", "run_name"]
+
+_SLURM_TASKS = "SLURM_STEP_TASKS_PER_NODE"
 # Only Hydra sets these variables; srun and flux run also use MPICH's protocol.
 _MPIEXEC_SIGNS = ("HYDI_CONTROL_FD", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_EVALUATOR = "evaluator"
+_PMI_SPEAKERS = ("flux run", "srun")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +53,24 @@ class Launch:
     local_size: int | None = None
 
 
+class ForeignLaunch(NamedTuple):
+    """Processes that a launcher of another library says to have started.
+
+    Parameters
+    ----------
+    size : int
+        Number of these processes.
+    told : str
+        Where the number is, such as ``torchrun says (WORLD_SIZE=4)``.
+    variables : str
+        Names of the variables that say so.
+    """
+
+    size: int
+    told: str
+    variables: str
+
+
 def launch_from_environment(environment: Mapping[str, str] | None = None) -> Launch:
     """Read the rank and the number of ranks that the launcher has set.
 
@@ -96,16 +87,55 @@ def launch_from_environment(environment: Mapping[str, str] | None = None) -> Lau
         Values of the first known launcher whose rank and size are set as numbers.
     """
     env = os.environ if environment is None else environment
-    for name, rank, size, places, counts in _LAUNCHERS:
-        if env.get(rank, "").isdecimal() and env.get(size, "").isdecimal():
+    for launcher in LAUNCHERS:
+        numbers = launcher.numbers(env)
+        if numbers is not None:
             return Launch(
-                _speaker(env) if name == _MPIEXEC else name,
-                int(env[rank]),
-                int(env[size]),
-                _first(_number(env, place) for place in places),
-                _first(_number(env, count) for count in counts),
+                _speaker(env) if launcher.name == MPICH_PROTOCOL else launcher.name,
+                *numbers,
+                _first(_number(env, name) for name in launcher.local_rank),
+                _first(_number(env, name) for name in launcher.local_size),
             )
     return Launch()
+
+
+def foreign_launch(
+    environment: Mapping[str, str] | None = None,
+) -> ForeignLaunch | None:
+    """Read the number of processes that a launcher of another library has set.
+
+    Not collective. None if there was no such launcher, or if it has started one process
+    only. The variables say nothing about MPI: in a job of MPI, the program or its job
+    script may have set them, too.
+    """
+    env = os.environ if environment is None else environment
+    for launcher in FOREIGN_LAUNCHERS:
+        numbers = launcher.numbers(env)
+        if numbers is not None and numbers[1] > 1:
+            told = f"{launcher.name} says ({launcher.size}={numbers[1]})"
+            names = f"{launcher.rank} and {launcher.size}"
+            return ForeignLaunch(numbers[1], told, names)
+    # A TF_CONFIG that is not valid is an error only where a program asks for it.
+    with contextlib.suppress(ValueError, TypeError):
+        resolver = TFConfigClusterResolver(variables=env)
+        spec = resolver.cluster_spec()
+        size = sum(spec.num_tasks(job) for job in spec.jobs if job != _EVALUATOR)
+        if size > 1 and resolver.task_type != _EVALUATOR:
+            return ForeignLaunch(size, "TF_CONFIG says", "TF_CONFIG")
+    return None
+
+
+def run_name(environment: Mapping[str, str] | None = None) -> str:
+    """Return a name of this run of the job, equal on all its ranks.
+
+    Not collective. It consists of the batch job's ID, the number of its requeues, and
+    the launcher's name of the ranks. Empty without a scheduler and a launcher.
+    """
+    env = os.environ if environment is None else environment
+    job = batch_job_from_environment(env)
+    found = [] if job is None else [job.job_id]
+    names = [*(one.restarts for one in SCHEDULERS.values()), *RUN_NAMES]
+    return "-".join([*found, *(env[name] for name in names if env.get(name))])
 
 
 def _first(numbers: Iterable[int | None]) -> int | None:
@@ -128,9 +158,9 @@ def _number(env: Mapping[str, str], name: str) -> int | None:
 def _speaker(env: Mapping[str, str]) -> str:
     """Return the name of the launcher that set the variables of MPICH's protocol."""
     if any(sign in env for sign in _MPIEXEC_SIGNS):
-        return _MPIEXEC
+        return MPICH_PROTOCOL
     # PMI_RANK is not the scheduler's rank if an mpiexec in a job step has set it.
-    for name, rank in (("flux run", _FLUX), ("srun", "SLURM_PROCID")):
-        if env.get(rank) == env["PMI_RANK"]:
-            return name
-    return "mpiexec of Cray PALS" if "PALS_RANKID" in env else _MPIEXEC
+    for launcher in LAUNCHERS:
+        if launcher.name in _PMI_SPEAKERS and env.get(launcher.rank) == env["PMI_RANK"]:
+            return launcher.name
+    return "mpiexec of Cray PALS" if "PALS_RANKID" in env else MPICH_PROTOCOL

@@ -116,8 +116,9 @@ class Settings:
         no log. Default: empty.
     hang_folder : str, optional
         Folder for the job's file ``hpcstrat-hang-*.jsonl``, which is written when ranks
-        are late or an error ends the job. ``hpcstrat hang`` explains the file. Empty
-        for no file. Default: ``"."``.
+        are late or an error ends the job. ``hpcstrat hang`` explains the file. The
+        first file makes the folder; the newest ten files are kept. Empty for no file.
+        Default: ``"hpcstrat-hang"``, in the working folder.
 
     Raises
     ------
@@ -146,7 +147,7 @@ class Settings:
     native: bool | None = _setting(True)
     math_threads: int | None = _setting(1, least=1)
     step_digests: str | None = _setting("")
-    hang_folder: str | None = _setting(".")
+    hang_folder: str | None = _setting("hpcstrat-hang")
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import mmap
 import os
 import platform
 import struct
@@ -24,7 +25,12 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hpcstrat.cluster_resolver.launch import Launch, launch_from_environment
+from hpcstrat._launchers import LAUNCHER_PROGRAMS, RUN_NAMES
+from hpcstrat.cluster_resolver.launch import (
+    Launch,
+    launch_from_environment,
+    run_name,
+)
 from hpcstrat.engine.topology.process_stat import (
     PARENT,
     START,
@@ -57,20 +63,11 @@ _FOLDER = "/dev/shm"
 _NAME = "hpcstrat-start-"
 _PAGE_BYTES = 4096
 _MOST_TEXT = 400
+_SHARED_OFFSET = 512
 _CHECK = struct.Struct("=IH")
 # Layout of ``struct flock`` on 64-bit Linux.
 _LOCK = struct.Struct("@hhqqi4x")
 _ANCESTORS = 8
-# Names of the launcher processes that start ranks, as truncated by the kernel.
-_DAEMONS = (
-    "hydra_pmi_proxy",
-    "pmi_proxy",
-    "slurmstepd",
-    "prted",
-    "prterun",
-    "orted",
-    "flux-shell",
-)
 _ATTEMPTS = 3
 _GATE_SECONDS = 2.0
 _OLD_SECONDS = 60.0
@@ -197,9 +194,20 @@ class LaunchRegistry:
             os.pwrite(self._handle, mark, _CHECK.size)
         return True
 
+    def shared_memory(self) -> memoryview | None:
+        """Return memory that the ranks of this host share; None if there is none."""
+        if not self.is_open:
+            return None
+        try:
+            page = mmap.mmap(self._handle, _PAGE_BYTES)
+        except (OSError, ValueError):
+            return None
+        return memoryview(page)[_SHARED_OFFSET:]
+
     @staticmethod
     def _place(rank: int) -> int:
-        # The first page is for the lock of ``_gate`` and the hash of `claims`.
+        # The first page is for the lock of ``_gate``, the hash of `claims`, and
+        # `shared_memory`.
         return (1 + rank) * _PAGE_BYTES
 
     def close(self) -> None:
@@ -308,10 +316,8 @@ def _job_name(env: Mapping[str, str]) -> str:
     """Return a text that identifies this job on this host; empty without a launcher."""
     # A requeued job has its old name, and process numbers are reused. Therefore add the
     # number and start time of the launcher's process, which together are unique.
-    slurm = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    names = [env.get(name, "") for name in ("PMIX_NAMESPACE", *slurm)]
-    key = [*names, _daemon()[0]]
-    if not (names[0] or names[2] or key[-1]):
+    key = [run_name(env), _daemon()[0]]
+    if not (key[-1] or any(env.get(name) for name in RUN_NAMES)):
         return ""
     return hashlib.blake2b("\n".join(key).encode(), digest_size=8).hexdigest()
 
@@ -329,7 +335,7 @@ def _daemon() -> tuple[str, bool]:
             name, fields = process_stat(pid)
         except OSError:
             break
-        if name in _DAEMONS:
+        if name in LAUNCHER_PROGRAMS:
             place = f"{name} {pid} {fields[START]} {pid_namespace()}"
             return place, pid == parent
         pid = int(fields[PARENT])

@@ -23,7 +23,7 @@ from hpcstrat.errors import ReplicaError
 from hpcstrat.safety.hang_file import add_event
 from hpcstrat.safety.presence import FAILED, own_registry
 
-__all__ = ["abort", "at_abort", "install", "running_mpi"]
+__all__ = ["abort", "at_abort", "at_end", "install", "print_last_lines", "running_mpi"]
 
 # Delays of this rank's output, so that other ranks print first.
 _STAGGER_SECONDS = 0.03
@@ -34,6 +34,7 @@ _ENDING_SECONDS = 2.0
 _MOST_CHARACTERS = 600
 
 _before_abort: list[Callable[[], None]] = []
+_last: list[Callable[[], None]] = []
 
 
 class _Hooks:
@@ -60,6 +61,20 @@ def at_abort(function: Callable[[], None]) -> None:
     """Register a function to call before `abort`; the function must not raise."""
     if function not in _before_abort:
         _before_abort.append(function)
+
+
+def at_end(function: Callable[[], None]) -> None:
+    """Register a function that prints a last line when an error ends this process.
+
+    The function must neither raise nor wait.
+    """
+    _last.append(function)
+
+
+def print_last_lines() -> None:
+    """Print the lines of `at_end`; call this just before this process ends."""
+    for function in _last:
+        function()
 
 
 def running_mpi() -> Any:
@@ -94,6 +109,8 @@ def _end_job(
         if ours and not _Hooks.depth:
             _note(kind, error)
         _show(kind, error, trace)
+        if ours and not _Hooks.depth:
+            print_last_lines()
         return
     _note(kind, error, mpi=True)
     # Often all ranks raise the same error. Delay the higher ranks, so that rank 0
@@ -170,7 +187,10 @@ def abort(message: str, code: int) -> None:
     collected = getattr(sys.stderr, "getvalue", str)()
     os.write(2, f"{collected}{message}\n".encode(errors="replace"))
     sys.stderr.flush()
-    # Give the launcher time to forward these lines before it ends all ranks.
+    # Give other ranks time to print the same error, and the launcher time to forward
+    # these lines before it ends all ranks.
+    time.sleep(_FORWARD_SECONDS)
+    print_last_lines()
     time.sleep(_FORWARD_SECONDS)
     if threading.current_thread() is threading.main_thread():
         # MPI_Abort may hang if another rank has called it and the launcher does not end

@@ -11,14 +11,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hpcstrat._launchers import LAUNCHERS, is_of_launcher
 from hpcstrat.errors import HpcstratError
 
 __all__ = ["clean_environment", "find_launcher", "launch_command", "line_to_run"]
-
-# Prefixes of variables that a launcher sets. A job inside another job must not inherit
-# these variables, because its ranks would read the rank numbers of the outer job.
-_JOB_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "HYDRA_", "MPI_LOCAL")
-_JOB_SIGNS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 
 
 def find_launcher(launcher: str | os.PathLike[str] | None = None) -> str:
@@ -42,11 +38,12 @@ def clean_environment(changes: Mapping[str, str] | None = None) -> dict[str, str
     The result is a new dictionary, with ``changes`` set."""
     # Outside of a job, keep all variables, also the user's OMPI_MCA_* options.
     environment = dict(os.environ)
-    if any(sign in environment for sign in _JOB_SIGNS):
+    ranks = [launcher.rank for launcher in LAUNCHERS if is_of_launcher(launcher.rank)]
+    if any(rank in environment for rank in ranks):
         environment = {
             name: value
             for name, value in environment.items()
-            if not name.startswith(_JOB_PREFIXES)
+            if not is_of_launcher(name)
         }
     return environment | dict(changes or {})
 

@@ -51,6 +51,9 @@ _ADVICE = (
         "the program announced this with strategy.expect_slow; nothing is wrong yet",
     ),
 )
+_EVENTS = ("late", "end", "error")
+# Errors of reading a damaged event.
+_DAMAGES = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 _ELSEWHERE = (
     "it is not in a collective call: either its work takes long (use "
     "strategy.expect_slow, or raise warn_seconds), or it never makes the call in which "
@@ -70,8 +73,10 @@ _MOVING = (
 )
 def hang(file: str, *, stacks: bool) -> None:
     """Explain why a job hung or ended, from its FILE hpcstrat-hang-*.jsonl."""
-    events = _read(file)
+    events, num_damaged = _read(file)
     console = new_console()
+    if num_damaged:
+        click.echo(f"{file}: {num_damaged} damaged lines are left out", err=True)
     first, last = (_at(events[i]["time"]) for i in (0, -1))
     console.print(f"{events[0]['size']} ranks, {len(events)} events, {first} to {last}")
     for event in events:
@@ -92,27 +97,53 @@ def hang(file: str, *, stacks: bool) -> None:
         console.print("\nStacks and tracebacks: --stacks")
 
 
-def _read(path: str) -> list[dict[str, Any]]:
-    """Return the events of a file, in the order of their times."""
-    found = []
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                event = json.loads(line)
-                found.append((event["time"], event["event"], event["place"], event))
-            except (ValueError, KeyError, TypeError):
-                # Skip a damaged line: file systems may mix up lines of several hosts.
-                continue
+def _read(path: str) -> tuple[list[dict[str, Any]], int]:
+    """Return a file's events in the order of their times, and the number of bad lines.
+
+    File systems may mix up lines of several hosts, and a killed rank may leave a part.
+    """
+    found, num_damaged = [], 0
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    event = json.loads(line)
+                    _require_whole(event)
+                except _DAMAGES:
+                    num_damaged += 1
+                else:
+                    found.append((event["time"], event["event"], event["place"], event))
+    except OSError as error:
+        raise click.ClickException(
+            f"expected to read {path}, found {error.strerror}; give a file "
+            "hpcstrat-hang-*.jsonl"
+        ) from error
     if not found:
         raise click.ClickException(
             f"expected events of a job, found none in {path}; give a file "
             "hpcstrat-hang-*.jsonl"
         )
-    return [event for *_, event in sorted(found, key=lambda row: row[:3])]
+    events = [event for *_, event in sorted(found, key=lambda row: row[:3])]
+    return events, num_damaged
+
+
+def _require_whole(event: dict[str, Any]) -> None:
+    """Raise an error if an event lacks a field that the command shows."""
+    _at(event["time"])
+    if not isinstance(event["place"], str) or event["event"] not in _EVENTS:
+        raise ValueError(f"expected an event of a rank, found {event}; leave it out")
+    _ = event["size"], event["rank"], _headline(event), list(_stacks(event))
+    for group in event.get("ranks") or ():
+        _ = group["calls"], group["state"], group["seconds"]
+        some_ranks(group["ranks"])
+    explain([event])
 
 
 def _at(seconds: float) -> str:
-    return f"{datetime.datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
+    try:
+        return f"{datetime.datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
+    except (OverflowError, OSError) as error:
+        raise ValueError(f"expected a time, found {seconds}; correct it") from error
 
 
 def _report(event: dict[str, Any]) -> LateReport:

@@ -21,7 +21,7 @@ def timeline() -> None:
 def _opened(directory: str, run: str | None) -> Timeline:
     try:
         found = open_timeline(directory, run)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     # Print notes to standard error, because scripts may read the standard output.
     cut = [file.thread for file in found.files if not file.whole]
@@ -76,7 +76,7 @@ def summary(directory: str, run: str | None) -> None:
     found = _opened(directory, run)
     try:
         rows = last_arrivals(found.events())
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     headings = ("replica", "worker", "calls", "waited s", "came last", "cost s")
     table = Table(*headings)

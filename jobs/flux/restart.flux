@@ -5,11 +5,12 @@
 # flux: --cores-per-slot=1
 # flux: --time-limit=1h
 # flux: --output=logs/{{name}}-{{id}}.out
-# Run a program that continues after its time limit; see docs/user-guide/preemption.md.
-# For ranks with several cores, set OMP_NUM_THREADS to --cores-per-slot. The ranks ask
-# flux when the job ends; this script submits itself again, because Flux does not
-# requeue. (--signal=USR1 ends the brokers on other nodes.) The program keeps its
-# checkpoints in RUN_FOLDER.
+# Run a program that continues after its time limit, and after the loss of a node; see
+# docs/user-guide/preemption.md. For ranks with several cores, set OMP_NUM_THREADS to
+# --cores-per-slot. The ranks ask flux when the job ends. Flux does not requeue: if the
+# ranks end with a status other than 0, this script submits itself again, up to three
+# times in a row without a new checkpoint in RUN_FOLDER. (--signal=USR1 ends the brokers
+# on other nodes.)
 # Ran on flux-core 0.88, with MPICH and two brokers on one host.
 # From the folder that has jobs/:
 #   . jobs/site.env && flux batch [--nodes=8 --nslots=32] jobs/flux/restart.flux PROGRAM [OPTIONS]
@@ -26,7 +27,7 @@ site_environment
 
 # Later jobs inherit the folder of the first job with this environment.
 export RUN_FOLDER="${RUN_FOLDER:-runs/restart-$(flux job id --to=dec "$(flux getattr jobid)")}"
-mkdir -p "$RUN_FOLDER"
+site_begin_run
 
 ranks=$(($(flux resource list -s all -no '{ncores}') / OMP_NUM_THREADS))
 
@@ -35,9 +36,7 @@ ranks=$(($(flux resource list -s all -no '{ncores}') / OMP_NUM_THREADS))
 trap '' TERM USR1 USR2
 status=0
 flux run -n "$ranks" -c "$OMP_NUM_THREADS" python "$@" || status="$?"
-if ((status == 42)); then
-    echo "all is saved: submitting the job that follows"
-    nodes="$(flux resource list -s all -no '{nnodes}')"
-    flux --parent batch --nodes="$nodes" --nslots="$ranks" jobs/flux/restart.flux "$@"
-fi
+site_end_run "$status" "submitting the job that follows"
+nodes="$(flux resource list -s all -no '{nnodes}')"
+flux --parent batch --nodes="$nodes" --nslots="$ranks" jobs/flux/restart.flux "$@"
 exit "$status"

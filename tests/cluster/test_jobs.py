@@ -360,6 +360,7 @@ def test_a_full_quota_ends_a_job_that_keeps_what_is_saved(
         nodes=1,
         ntasks_per_node=2,
         nodelist="node3",
+        SITE_MOST_FAILURES=0,
     )
     assert job.wait_to_end() == "FAILED", job.output
     assert_said("full-quota", job.output)
@@ -429,6 +430,60 @@ def test_a_program_of_a_user_is_started_again(slurm: Slurm, folder: Path) -> Non
     [again] = re.findall(r"begins at ([1-9]\d*)", job.output)
     assert int(again) > 0
     assert "right True" in job.output
+
+
+# Saves each step, and comes to its end only after it was started again.
+SAVES = """
+import os
+import hpcstrat as hs
+
+strategy = hs.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    total = hs.Variable(0.0, name="total", aggregation="mean")
+manager = hs.CheckpointManager(os.environ["RUN_FOLDER"] + "/saved", total=total)
+step = begin = manager.restore_or_initialize() or 0
+hs.print_once("begins at", begin)
+while not begin or step < begin + 3:
+    strategy.run(lambda: total.assign_add(1.0))
+    step += 1
+    manager.save(step)
+    hs.print_once("has done", step)
+hs.print_once("right", float(total.numpy()) == step)
+"""
+
+
+@beside_others
+def test_a_job_that_has_lost_a_rank_is_started_again(
+    slurm: Slurm, folder: Path
+) -> None:
+    """The loss of a node ends the other ranks before Slurm notices it."""
+    job = slurm.submit(
+        *(folder, "restart.sbatch", program(folder, SAVES)),
+        nodes=2,
+        ntasks_per_node=1,
+    )
+    job.wait_for_text("has done 2")
+    job.signal_ranks(signal.SIGKILL, 1)
+    job.wait_for_text("requeueing job")
+    assert "without the completion marker" in job.output
+    job.start_again(1)
+    assert job.wait_to_end() == "COMPLETED", job.output
+    assert re.findall(r"begins at ([1-9]\d*)", job.output)
+    assert "right True" in job.output
+
+
+@beside_others
+def test_a_cancelled_job_is_not_started_again(slurm: Slurm, folder: Path) -> None:
+    job = slurm.submit(
+        *(folder, "restart.sbatch", program(folder, STEPS)),
+        nodes=1,
+        ntasks_per_node=1,
+    )
+    job.wait_for_text("begins at 0")
+    slurm.command("scancel", str(job.number))
+    assert job.wait_to_end() == "CANCELLED", job.output
+    assert job.fields()["Restarts"] == "0"
+    assert "was cancelled: it is not requeued" in job.output
 
 
 @needs_matplotlib

@@ -351,6 +351,37 @@ def test_separate_programs_are_refused_each_time() -> None:
     assert ended.stdout.count("expected 4 ranks") == 2, str(ended)
 
 
+TF_CONFIG = (
+    '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
+)
+
+
+def _foreign_case(said: str, env: dict[str, str]) -> str:
+    ended = _alone("strategy", **env)
+    words = ("TopologyError", said, "of one rank each", "start the program by mpirun")
+    return _wrong(ended, _failed(ended), _first(ended, *words))
+
+
+def test_ranks_that_mpi_does_not_connect_are_refused() -> None:
+    cases = [
+        ("4 ranks, as torchrun says (WORLD_SIZE=4)", {"RANK": "1", "WORLD_SIZE": "4"}),
+        ("3 ranks, as horovodrun", {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "3"}),
+        ("2 ranks, as TF_CONFIG says", {"TF_CONFIG": TF_CONFIG}),
+    ]
+    _all(_foreign_case, cases)
+    ended = _alone("strategy", RANK="1", WORLD_SIZE="4")
+    assert_said("torchrun", ended.stderr)
+
+
+def test_torchrun_under_srun_is_refused_before_mpi_starts() -> None:
+    # Two processes of a node have the rank that srun has given to their torchrun.
+    step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    ended = _alone("strategy", RANK="1", WORLD_SIZE="4", **step)
+    words = ("TopologyError", "(WORLD_SIZE=4), found separate programs of 2 ranks each")
+    wrong = _wrong(ended, _failed(ended), _first(ended, *words))
+    assert not wrong, wrong
+
+
 @pytest.mark.parametrize(
     "env", [{"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}, {"MPI4PY_MPIABI": "nonsense"}]
 )

@@ -72,7 +72,8 @@ def test_a_late_rank_is_explained(tmp_path: Path) -> None:
     assert "time.sleep" not in text
     shown = _explained(tmp_path, "--stacks")
     assert "stack of rank 1:" in shown
-    assert "hpcstrat: kept in" in finished.stderr
+    [file] = (tmp_path / "kept").iterdir()
+    assert f"`hpcstrat hang {file}` explains what happened" in finished.stderr
 
 
 def test_a_stopped_process_is_explained(tmp_path: Path) -> None:
@@ -81,7 +82,10 @@ def test_a_stopped_process_is_explained(tmp_path: Path) -> None:
 
 
 def test_the_first_error_is_explained(tmp_path: Path) -> None:
-    _run(tmp_path, ERROR)
+    finished = _run(tmp_path, ERROR)
+    [file] = (tmp_path / "kept").iterdir()
+    # One rank names the file, and the command that explains it.
+    assert finished.stderr.count(f"`hpcstrat hang {file}` explains") == 1
     text = _explained(tmp_path, "--stacks")
     assert "- rank 1 was the first to fail, with ValueError at train.py:" in text
     assert 'raise ValueError("a broken rank")' in text
@@ -96,7 +100,7 @@ def test_a_good_end_and_an_empty_folder_leave_no_file(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None:
-    finished = _run(tmp_path, ERROR, HPCSTRAT_HANG_FOLDER=str(tmp_path / "none"))
+    finished = _run(tmp_path, ERROR, HPCSTRAT_HANG_FOLDER=str(tmp_path / "train.py"))
     assert finished.returncode != 0
     assert finished.stderr.count("ValueError: a broken rank") == 1
 

@@ -61,6 +61,7 @@ JOBS = {
     "hpcstrat/safety/exits.py": ("tests/mpi/test_exits.py",),
     "hpcstrat/safety/hang_file.py": ("tests/mpi/test_hang_file.py",),
     "hpcstrat/safety/lateness.py": ("tests/mpi/test_lateness.py",),
+    "hpcstrat/safety/newest_checkpoint.py": ("tests/mpi/test_newest_checkpoint.py",),
     "hpcstrat/safety/start/": ("tests/mpi/test_starting.py",),
     "hpcstrat/safety/uncaught.py": ("tests/mpi/test_exits.py",),
     "hpcstrat/safety/watchdog/": ("tests/mpi/test_watchdog.py",),

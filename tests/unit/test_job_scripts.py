@@ -305,7 +305,65 @@ def test_a_program_that_has_saved_is_started_again(
     assert finished.returncode == status, finished.stderr
     assert f"ranks 2 {folder}" in finished.stdout
     assert f"all is saved: {said}" in finished.stdout
-    assert _run_on_one_host(project, script, PROGRAM="program.py 3").returncode == 3
+
+
+# A program that fails, with a new checkpoint if it is told so.
+FAILS = """
+import os, sys
+if sys.argv[2:]:
+    open(os.environ["RUN_FOLDER"] + "/ckpt-0000000001.h5", "w").close()
+raise SystemExit(int(sys.argv[1]))
+"""
+
+
+def _run_restart(project: Path, name: str, words: str) -> tuple[int, str]:
+    """Return status and output of a restart script, which runs ``FAILS`` once."""
+    (project / "program.py").write_text(FAILS)
+    # The launcher of the site starts one rank.
+    for command, line in (("scontrol", 'echo "asks scontrol $*"'), ("one", '"$@"')):
+        (project / "bin" / command).write_text(f"#!/bin/sh\n{line}\n")
+        (project / "bin" / command).chmod(0o755)
+    site = project / "jobs/site.env"
+    site.write_text(site.read_text().replace("launcher=()", "launcher=(one)", 1))
+    if name.endswith("sbatch"):
+        if not (project / ".venv").exists():
+            _make_environment(project / ".venv")
+        line = ["program.py", *words.split()]
+        done = _submit(project, name, *line, SLURM_JOB_NAME="name")
+    else:
+        path = f"{project / 'bin'}:{os.environ['PATH']}"
+        script = ROOT / "jobs" / name
+        done = _run_on_one_host(
+            project, script, PROGRAM=f"program.py {words}", PATH=path
+        )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "again"),
+    [("restart.sbatch", 3), ("lsf/restart.lsf", 42), ("sge/restart.sge", 99)],
+)
+def test_an_end_without_completion_marker_is_followed_by_a_run(
+    project: Path, name: str, again: int
+) -> None:
+    """A lost node looks like any error; endless errors do not cause endless runs."""
+    marker = project / "runs/name-7/done"
+    # With a new checkpoint, the count starts again.
+    for words, failure in (("3", 1), ("3", 2), ("3 saves", 1), ("3", 2), ("3", 3)):
+        status, said = _run_restart(project, name, words)
+        assert status == again, said
+        assert f"(failure {failure} in a row, 3 are allowed): " in said
+    assert ("asks scontrol requeue 7" in said) == (name == "restart.sbatch")
+    status, said = _run_restart(project, name, "3")
+    assert status == 3
+    assert "4 times without a new checkpoint in runs/name-7; correct it" in said
+    assert "asks scontrol" not in said
+    assert not marker.exists()
+    assert _run_restart(project, name, "0")[0] == 0
+    assert marker.exists()
+    status, said = _run_restart(project, name, "3")
+    assert status == 0
+    assert "the program has come to its end" in said
 
 
 QSTAT = """#!/bin/sh

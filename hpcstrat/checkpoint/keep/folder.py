@@ -21,8 +21,10 @@ from typing import Any, TypeAlias
 
 from xxhash import xxh3_64_hexdigest
 
+from hpcstrat._launchers import RUN_NAMES
 from hpcstrat.checkpoint.disk import flush_folder
 from hpcstrat.cluster_resolver import batch_job_from_environment
+from hpcstrat.cluster_resolver.launch import run_name
 from hpcstrat.engine.topology.process_stat import FLAGS, STATE, process_stat
 from hpcstrat.errors import CheckpointError
 
@@ -39,8 +41,6 @@ __all__ = [
 OWNER = ".owner"
 """Name of the file that the process that owns a folder has locked."""
 
-# Launchers' environment variables whose values identify a job.
-_JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID", "PMI_JOBID")
 _ATTEMPTS = 10
 # Descriptor of the lock file, and number of `_take` calls, by folder. A process opens
 # the file only once, because closing a second descriptor would release the lock.
@@ -82,6 +82,14 @@ class Folder:
         self._make()
         if self._lock is None and _take(self.path):
             self._lock = weakref.finalize(self, _release, self.path)
+
+    def require_no_other_job(self) -> None:
+        """Raise CheckpointError if another job saves in the folder; call on one rank.
+
+        The folder need not exist.
+        """
+        if self._lock is None and _take(self.path):
+            _release(self.path)
 
     def release(self) -> None:
         """Unlock the folder for other jobs; the next save locks it again."""
@@ -168,11 +176,10 @@ def _is_at(handle: int, path: str) -> bool:
 
 def _job() -> str:
     """Return an identifier of this job that is the same in all its processes."""
-    names = [os.environ[name] for name in _JOB_NAMES if os.environ.get(name)]
-    step = os.environ.get("SLURM_STEP_ID", "")
-    # Without a launcher's variable, the parent process identifies the job.
-    own = f"{platform.node()}-{os.getppid()}"
-    return ".".join([_batch_job(), step, *(names or [own])])
+    if any(os.environ.get(name) for name in RUN_NAMES):
+        return run_name()
+    # Without a launcher, each process is a job of its own, also in one batch job.
+    return f"{run_name()}-{platform.node()}-{os.getpid()}"
 
 
 def _batch_job() -> str:
@@ -204,12 +211,14 @@ def _record(handle: int) -> dict[str, Any]:
 
 
 def _is_ours(record: dict[str, Any]) -> bool:
-    """Return whether a lock's record names this job, or its run before a requeue.
+    """Return whether a lock's record names this job, or its run on a lost host.
 
     That run's lock may still exist: NFS servers keep locks of crashed hosts for a time.
+    On this host, the kernel has released the locks of all processes that have ended.
     """
     job = _batch_job()
-    again = bool(job) and job == record.get("batch_job")
+    elsewhere = record.get("host") != platform.node()
+    again = bool(job) and job == record.get("batch_job") and elsewhere
     return again or record.get("job") == _job()
 
 

@@ -20,6 +20,7 @@ from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.observe.timeline import traced
 from hpcstrat.engine.typing import Replicas
 from hpcstrat.errors import CorruptCheckpointError
+from hpcstrat.safety import newest_checkpoint
 
 __all__ = ["Restorer"]
 
@@ -66,7 +67,10 @@ class Restorer:
             if file is None:
                 return None
             try:
-                return self._load(file, began, passed_over, rename, rules)
+                step = self._load(file, began, passed_over, rename, rules)
+                if path is None and self._strategy.replica_id == 0:
+                    newest_checkpoint.tell(file.path)
+                return step
             except CorruptCheckpointError as error:
                 # All ranks raise this error together: the data are damaged, which the
                 # search does not read. Try the next older checkpoint.

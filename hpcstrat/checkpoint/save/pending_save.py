@@ -42,6 +42,7 @@ from hpcstrat.engine.gpu.transfers import Downloads
 from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CheckpointError
+from hpcstrat.safety import newest_checkpoint
 
 __all__ = [
     "NewFile",
@@ -112,6 +113,7 @@ class Publication:
                 self.error = error
                 return
             self.ended = time.perf_counter()
+            newest_checkpoint.tell(self.path)
             self._tidy()
 
     def drop(self, error: BaseException) -> None:

@@ -208,6 +208,11 @@ class Saver:
         damaged = self._retention.is_damaged
         every = [p for p in list_checkpoints(self._directory) if _step(p) > header.step]
         later = [] if order.abandons else [p for p in every if not damaged(p)]
+        replaces = order.replaces or damaged(path)
+        exists = not replaces and os.path.lexists(path)
+        if later or exists:
+            # The advice to overwrite is wrong while another job saves these files.
+            self._folder.require_no_other_job()
         if later:
             raise CheckpointError(
                 f"expected no checkpoint of a later step than {header.step} in "
@@ -215,8 +220,7 @@ class Saver:
                 "restore the newest, use another folder, or pass overwrite=True to "
                 "remove them"
             )
-        replaces = order.replaces or damaged(path)
-        if not replaces and os.path.lexists(path):
+        if exists:
             raise FileExistsError(errno.EEXIST, "File exists", path)
         python = packed_python(header)
         skeleton = self._skeleton(header, python)

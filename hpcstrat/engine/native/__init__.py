@@ -1,9 +1,10 @@
 """Compiled C modules of the library, and functions that load them if they were built.
 
 ``kernel.c`` sums inside a worker, ``reader.c`` reads rows of files, and
-``update_rules.c`` has the update rules of optimizers. The modules are built when the
-package is installed, see ``packaging/build_kernel.py``. If there was no compiler, NumPy
-and Python do the same work more slowly, with the same bits.
+``update_rules.c`` has the update rules of optimizers, and ``last_line.c`` prints a line
+when a signal ends the process. The modules are built when the package is installed, see
+``packaging/build_kernel.py``. If there was no compiler, NumPy and Python do the same
+work more slowly, with the same bits; only the last line is missing.
 """
 
 from __future__ import annotations
@@ -17,13 +18,21 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["VERSION", "load", "load_reader", "load_update_rules", "type_codes"]
+__all__ = [
+    "VERSION",
+    "load",
+    "load_last_line",
+    "load_reader",
+    "load_update_rules",
+    "type_codes",
+]
 
 VERSION = 5
 """Version of the kernel that this package can use; other versions are ignored."""
 
 _READER_VERSION = 2
 _RULES_VERSION = 1
+_LAST_LINE_VERSION = 1
 
 # Codes of dtypes, by kind and size: their indices in the table TYPES of elements.h.
 _CODES = {"f4": 0, "f8": 1, "c8": 2, "c16": 3, "f2": 4, "bfloat16": 5}
@@ -57,6 +66,14 @@ def load_update_rules() -> ModuleType | None:
     Not collective.
     """
     return _load("update_rules", _RULES_VERSION)
+
+
+def load_last_line() -> ModuleType | None:
+    """Return the module that prints a last line; None if it was not built.
+
+    Not collective.
+    """
+    return _load("last_line", _LAST_LINE_VERSION)
 
 
 def _load(name: str, version: int) -> ModuleType | None:

@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 from hpcstrat.cluster_resolver import launch_from_environment
+from hpcstrat.cluster_resolver.launch import foreign_launch
 from hpcstrat.engine.logs import get_logger, set_rank
 from hpcstrat.engine.topology.mpi_settings import doubtful_settings, has_loaded_gtl
 from hpcstrat.engine.topology.survival import choose_collectives, lost_ranks
@@ -53,6 +54,9 @@ def start_mpi(threads: bool = False) -> Any:
         )
     if not MPI.Is_initialized():
         _check_protocol(MPI)
+        if launch_from_environment().launcher:
+            # Under srun torchrun, several processes would start MPI as the same rank.
+            _check_foreign_launch(launch_from_environment().size)
         _warn_of_settings(MPI)
         prepare_environment()
         # THREAD_SERIALIZED: hooks call MPI from frameworks' threads, one at a time.
@@ -205,4 +209,21 @@ def _check_launch(mpi: Any) -> None:
             f"{launch.size} separate programs of one rank each, because mpi4py uses "
             f"{version}; launch with the mpirun of that library, or with srun "
             "--mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)"
+        )
+    _check_foreign_launch(mpi.COMM_WORLD.size)
+
+
+def _check_foreign_launch(size: int) -> None:
+    """Raise TopologyError if torchrun, or its like, starts more than ``size`` ranks.
+
+    ``size`` is the number of ranks that MPI connects.
+    """
+    foreign = foreign_launch()
+    if foreign is not None and foreign.size > size:
+        ranks = "one rank" if size == 1 else f"{size} ranks"
+        raise TopologyError(
+            f"expected {foreign.size} ranks, as {foreign.told}, found separate "
+            f"programs of {ranks} each, which MPI does not connect; start the program "
+            f"by mpirun -n {foreign.size} or by srun, or unset {foreign.variables} to "
+            "run separate programs"
         )

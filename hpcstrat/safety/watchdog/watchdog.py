@@ -27,6 +27,7 @@ from hpcstrat.engine.channel.waiting import Waiting
 from hpcstrat.engine.logs import get_logger, place
 from hpcstrat.engine.settings import Settings
 from hpcstrat.safety import hang_file
+from hpcstrat.safety.uncaught import print_last_lines
 from hpcstrat.safety.watchdog.gpu_watch import GpuWatch
 from hpcstrat.safety.watchdog.inquiry import Inquiry
 from hpcstrat.safety.watchdog.late_ranks import some_ranks
@@ -238,6 +239,7 @@ def end_process(reason: str) -> None:
     """
     os.write(2, f"hpcstrat: {place()} ends the job: {reason}\n".encode())
     hang_file.add_event("end", reason=reason)
+    print_last_lines()
     # Flush in another thread, because the main thread may hold a lock of sys.stdout.
     flush = threading.Thread(target=_flush, daemon=True)
     flush.start()

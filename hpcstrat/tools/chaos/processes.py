@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcstrat._launchers import LAUNCHER_PROGRAMS, LAUNCHERS
 from hpcstrat.engine.topology.process_stat import PARENT, START, STATE, process_stat
 from hpcstrat.errors import HpcstratError
 
@@ -26,32 +27,6 @@ __all__ = [
     "choose",
     "find_jobs",
 ]
-
-# Environment variables that have the rank. The order matters: in a Slurm job, the ranks
-# of mpirun also inherit SLURM_PROCID, which is the rank of mpirun's daemon.
-_RANKS = (
-    "OMPI_COMM_WORLD_RANK",
-    "PMIX_RANK",
-    "PMI_RANK",
-    "FLUX_TASK_RANK",
-    "JSM_NAMESPACE_RANK",
-    "SLURM_PROCID",
-)
-_LAUNCHERS = (
-    "mpirun",
-    "mpiexec",
-    "mpiexec.hydra",
-    "prterun",
-    "prted",
-    "orterun",
-    "orted",
-    "hydra_pmi_proxy",
-    "hydra_bstrap_pr",
-    "srun",
-    "slurmstepd",
-    "palsd",
-    "flux-shell",
-)
 
 
 class NoSuchRankError(HpcstratError, LookupError):
@@ -131,7 +106,7 @@ def _look(pid: int, uid: int, proc: Path) -> _LaunchedProcess | None:
         pairs = (folder / "environ").read_bytes().split(b"\0")
         environment = dict(os.fsdecode(pair).partition("=")[::2] for pair in pairs)
         name, fields = _stat(pid, proc)
-        if name not in _LAUNCHERS and _rank(environment) is not None:
+        if name not in LAUNCHER_PROGRAMS and _rank(environment) is not None:
             return _LaunchedProcess(
                 pid, int(fields[PARENT]), fields[START], name, environment
             )
@@ -139,10 +114,10 @@ def _look(pid: int, uid: int, proc: Path) -> _LaunchedProcess | None:
 
 
 def _rank(environment: Mapping[str, str]) -> int | None:
-    for variable in _RANKS:
-        text = environment.get(variable, "")
+    for launcher in LAUNCHERS:
+        text = environment.get(launcher.rank, "")
         # A batch script also has SLURM_PROCID, but is no rank of a job step.
-        in_step = variable != "SLURM_PROCID" or environment.get("SLURM_STEP_ID")
+        in_step = launcher.name != "srun" or environment.get("SLURM_STEP_ID")
         if text.isdecimal() and in_step:
             return int(text)
     return None
@@ -167,7 +142,7 @@ def _job_name(top: _LaunchedProcess, proc: Path) -> str:
         return f"slurm-{environment.get('SLURM_JOB_ID')}.{environment['SLURM_STEP_ID']}"
     launcher = top.parent, "launcher"
     for number, (pid, name) in enumerate(_above(top.parent, proc)):
-        if number and name not in _LAUNCHERS:
+        if number and name not in LAUNCHER_PROGRAMS:
             break
         launcher = pid, name
     return f"{launcher[1]}-{launcher[0]}"

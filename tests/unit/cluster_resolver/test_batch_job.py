@@ -405,6 +405,28 @@ def test_the_job_is_that_of_the_innermost_scheduler(
     assert found == (None if job is None else BatchJob(*job))
 
 
+@pytest.mark.parametrize(
+    ("state", "requeued"),
+    [
+        ("RUNNING None", True),
+        ("COMPLETING TimeLimit", True),
+        ("PENDING BeginTime", True),
+        ("COMPLETING None", False),
+    ],
+)
+def test_a_cancelled_job_is_not_requeued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, requeued: bool
+) -> None:
+    words = "squeue --noheader --states=all --jobs 7 --format=%T %r"
+    answer(tmp_path, monkeypatch, words, state)
+    answer(tmp_path, monkeypatch, "scontrol requeue 7", "done")
+    if requeued:
+        BatchJob("Slurm", "7").requeue()
+    else:
+        with pytest.raises(RuntimeError, match=r"job 7 to run .* it was cancelled"):
+            BatchJob("Slurm", "7").requeue()
+
+
 def test_requeueing_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,20 +12,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hpcstrat._launchers import SCHEDULERS, is_of_launcher
 from hpcstrat.engine.gpu.probe.outcome import LauncherEnd
 
 __all__ = ["find_launcher", "kept_settings", "launch", "scrubbed"]
 
-# Variables of launchers and schedulers. Without the schedulers' variables, mpirun
-# starts processes on this host only, not on the whole allocation.
-_JOB = (
-    *("OMPI_", "OPAL_", "PMIX_", "PRTE_", "PMI_", "PMI2_", "HYDI_", "HYDRA_"),
-    *("MPI_LOCAL", "MV2_COMM_WORLD_", "I_MPI_PMI", "I_MPI_HYDRA", "I_MPI_MPIRUN"),
+# Without the schedulers' variables, mpirun starts processes on this host only, not on
+# the whole allocation.
+_SCHEDULER_PREFIXES = tuple(
+    prefix for scheduler in SCHEDULERS.values() for prefix in scheduler.prefixes
 )
-_SCHEDULER = (
-    *("SLURM_", "SLURMD_", "SRUN_", "PALS_", "FLUX_", "PBS_", "LSB_", "PE_HOSTFILE"),
-)
-_KEPT = ("OPAL_PREFIX",)
 # The user's settings for data transfers, which the ranks of a job inherit, too.
 _SETTINGS = (
     *("OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_mtl", "OMPI_MCA_coll", "OMPI_MCA_osc"),
@@ -49,11 +45,12 @@ def scrubbed(
     If ``allocation``, the scheduler's variables are kept, because the scheduler's own
     launcher needs them.
     """
-    dropped = _JOB if allocation else (*_JOB, *_SCHEDULER)
+    dropped = () if allocation else _SCHEDULER_PREFIXES
     return {
         name: value
         for name, value in environment.items()
-        if name in _KEPT or name.startswith(_SETTINGS) or not name.startswith(dropped)
+        if name.startswith(_SETTINGS)
+        or not (is_of_launcher(name) or name.startswith(dropped))
     }
 
 

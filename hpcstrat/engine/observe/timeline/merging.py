@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -60,16 +61,21 @@ class Timeline:
         Compresses the file if the path ends in ``.gz``; replaces an existing file.
         """
         part, count = f"{path}.part", 0
-        with _text_file(part, compressed=path.endswith(".gz")) as file:
-            file.write('{"displayTimeUnit": "ns", "traceEvents": [\n')
-            for _, event in self.events():
-                file.write(",\n" if count else "")
-                file.write(json.dumps(event))
-                count += 1
-            about = json.dumps({"run": self.run, "clocks": self._clocks()})
-            file.write(f'\n], "otherData": {about}}}\n')
-        # Rename atomically, so that a reader never sees half a trace.
-        os.replace(part, path)
+        try:
+            with _text_file(part, compressed=path.endswith(".gz")) as file:
+                file.write('{"displayTimeUnit": "ns", "traceEvents": [\n')
+                for _, event in self.events():
+                    file.write(",\n" if count else "")
+                    file.write(json.dumps(event))
+                    count += 1
+                about = json.dumps({"run": self.run, "clocks": self._clocks()})
+                file.write(f'\n], "otherData": {about}}}\n')
+            # Rename atomically, so that a reader never sees half a trace.
+            os.replace(part, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+            raise
         return count
 
     def _clocks(self) -> list[dict[str, Any]]:

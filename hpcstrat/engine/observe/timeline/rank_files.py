@@ -17,6 +17,11 @@ __all__ = ["RankFile", "file_name", "find_runs", "read_events"]
 _NAME = re.compile(r"timeline-(?P<run>[0-9A-Za-z.]+)-(?P<replica>\d{6,})\.json")
 
 
+_CLOCK = ("base_ns", "local_ns", "offset_ns", "round_trip_ns")
+# Times of 64 bits, in nanoseconds, are below this number.
+_MOST = 1 << 64
+
+
 def file_name(run: str, replica: int) -> str:
     """Return the name of a rank's file: ``timeline-20261121T104500-000003.json``.
 
@@ -52,16 +57,53 @@ def read_events(path: str, mark: str = "") -> Iterator[dict[str, Any]]:
                 break
             try:
                 event = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
+                event = None
+            if _is_event(event):
+                yield event
+            else:
                 bad = number
-                continue
-            yield event
         else:
             return
     raise ValueError(
         f"expected one event in each line of {path}, found line {bad}, which is none; "
         "leave the file out"
     )
+
+
+def _is_event(event: Any) -> bool:
+    """Return whether a line has the fields of an event that the commands read."""
+    if not isinstance(event, dict) or not isinstance(event.get("args", {}), dict):
+        return False
+    args = event.get("args", {})
+    texts, numbers = [event.get("ph")], [event.get("pid"), event.get("tid")]
+    if event.get("ph") == "M":
+        texts.append(event.get("name"))
+        if event.get("name") == CLOCK_EVENT:
+            numbers += [args.get(name) for name in _CLOCK]
+        elif "name" in args:
+            texts.append(args["name"])
+        return all(map(_is_text, texts)) and all(map(_is_whole_number, numbers))
+    times = [event.get("ts"), event.get("dur", 0)]
+    if event.get("ph") == "X":
+        times.append(event.get("dur"))
+        texts.append(event.get("name"))
+        if "sequence" in args:
+            numbers.append(args["sequence"])
+            texts.append(str(args["channel"]) if "channel" in args else None)
+    return (
+        all(map(_is_text, texts))
+        and all(map(_is_whole_number, numbers))
+        and all(type(time) in (int, float) and abs(time) < _MOST for time in times)
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_whole_number(value: Any) -> bool:
+    return type(value) is int and abs(value) < _MOST
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import pytest
 import hpcstrat as hs
 from hpcstrat.checkpoint.keep import folder
 from hpcstrat.testing.launcher import clean_environment
+from tests.docs.said import assert_said
 
 ROOT = str(Path(hs.__file__).parents[1])
 _SAVES = """
@@ -70,6 +71,7 @@ def test_a_second_job_is_told_who_saves_there(tmp_path: Path) -> None:
             with pytest.raises(hs.CheckpointError) as told:
                 manager.save(2)
             assert f"found another job (process {other.pid} on" in str(told.value)
+            assert_said("two-jobs", str(told.value))
             assert str(tmp_path) in str(told.value)
             assert len(manager.checkpoints) == 1
             # After the other job has ended, even by a signal, this job can save.
@@ -77,6 +79,49 @@ def test_a_second_job_is_told_who_saves_there(tmp_path: Path) -> None:
             other.wait(60)
             manager.save(2)
     assert not (tmp_path / folder.OWNER).exists()
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_second_job_is_named_before_advice_to_overwrite(
+    tmp_path: Path, step: int
+) -> None:
+    """The other job has saved step 1: this step and earlier ones need a decision."""
+    manager = hs.CheckpointManager(tmp_path, x=hs.Variable(0.0))
+    with _other_job(tmp_path) as other:
+        with pytest.raises(hs.CheckpointError, match=f"process {other.pid} on") as told:
+            manager.save(step)
+        assert "overwrite" not in str(told.value)
+    with pytest.raises(hs.CheckpointError, match="overwrite=True"):
+        manager.save(step)
+    # A refused save keeps no other job out.
+    assert not (tmp_path / folder.OWNER).exists()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({}, {}),
+        ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7"}),
+        (
+            {"SLURM_JOB_ID": "7", "PMIX_NAMESPACE": "a"},
+            {"SLURM_JOB_ID": "7", "PMIX_NAMESPACE": "b"},
+        ),
+    ],
+)
+def test_programs_that_one_script_starts_are_separate_jobs(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    theirs: dict[str, str],
+    ours: dict[str, str],
+) -> None:
+    """They have the same parent process, or the same batch job."""
+    for name, value in ours.items():
+        monkeypatch.setenv(name, value)
+    with _other_job(tmp_path, **{"PMIX_NAMESPACE": "", **theirs}) as other:
+        manager = hs.CheckpointManager(tmp_path, x=hs.Variable(0.0))
+        with pytest.raises(hs.CheckpointError, match=f"process {other.pid} on"):
+            manager.save(2)
 
 
 @pytest.mark.usefixtures("job")
@@ -96,8 +141,7 @@ def test_a_job_that_has_closed_its_manager_leaves_the_folder(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "names",
     [
-        {"SLURM_JOB_ID": "7"},
-        {"PBS_JOBID": "7.server"},
+        {"SLURM_JOB_ID": "7", "PMIX_NAMESPACE": "a"},
         {"PMIX_NAMESPACE": "a"},
         {"PMIX_NAMESPACE": "", "PALS_APID": "b"},
     ],
@@ -105,10 +149,23 @@ def test_a_job_that_has_closed_its_manager_leaves_the_folder(tmp_path: Path) -> 
 def test_processes_of_one_job_may_save_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: dict[str, str]
 ) -> None:
-    """After a loss, another replica of the same job or a requeued run may save."""
+    """After a loss, another replica of the same job may save."""
     for name, value in names.items():
         monkeypatch.setenv(name, value)
     with _other_job(tmp_path, **names):
+        hs.CheckpointManager(tmp_path, x=hs.Variable(0.0)).save(2)
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"])
+def test_a_requeued_job_may_save_although_a_lost_host_has_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A server of NFS keeps the locks of a crashed host for a time."""
+    monkeypatch.setenv(name, "7")
+    with _other_job(tmp_path, **{name: "7"}):
+        record = json.loads((tmp_path / folder.OWNER).read_text())
+        record["host"] = "lost"
+        (tmp_path / folder.OWNER).write_text(json.dumps(record))
         hs.CheckpointManager(tmp_path, x=hs.Variable(0.0)).save(2)
 
 

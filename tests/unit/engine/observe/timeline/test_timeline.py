@@ -394,6 +394,48 @@ def test_damaged_line_is_an_error(tmp_path: Path) -> None:
     assert "found line 5, which is none" in result.output
 
 
+BROKEN = ["1", "null", "[]", "{}", '{"ph": 1}', '{"ph": "X", "name": "a"}']
+BROKEN += ['{"ph": "M", "name": "x", "pid": 0, "tid": 0, "args": 3}']
+BROKEN += ['{"ph": "b", "pid": 0, "tid": 0, "ts": NaN}', "[" * 10**5]
+BROKEN += ['{"ph": "X", "name": "a", "pid": 0, "tid": 0, "ts": 1e300, "dur": 1}']
+
+
+@pytest.mark.parametrize("command", ["summary", "merge"])
+@pytest.mark.parametrize("text", BROKEN, ids=range(len(BROKEN)))
+def test_line_that_is_no_event_is_named(
+    tmp_path: Path, command: str, text: str
+) -> None:
+    _write_two(tmp_path)
+    path = Path(find_runs(str(tmp_path))["R1"][0])
+    lines = path.read_text().splitlines()
+    lines[4] = text + ","
+    path.write_text("\n".join(lines))
+    words = ["-o", str(tmp_path / "x.json")] if command == "merge" else []
+    result = CliRunner().invoke(main, ["timeline", command, str(tmp_path), *words])
+    assert result.exit_code == 1
+    assert f"{path}, found line 5, which is none" in result.output, result.exception
+    assert not list(tmp_path.glob("x.json*"))
+
+
+@pytest.mark.parametrize("field", ["ts", "dur", "args", "ph", "name", "pid", "tid"])
+@pytest.mark.parametrize(
+    "value", [None, "x", {}, 10**400], ids=["null", "text", "object", "huge"]
+)
+def test_damaged_field_is_no_traceback(
+    tmp_path: Path, field: str, value: object
+) -> None:
+    _write_two(tmp_path)
+    path = Path(find_runs(str(tmp_path))["R1"][0])
+    for number, line in enumerate(whole := path.read_text().splitlines()):
+        if not line.startswith("{"):
+            continue
+        event = {**json.loads(line.removesuffix(",")), field: value}
+        lines = [*whole[:number], json.dumps(event) + ",", *whole[number + 1 :]]
+        path.write_text("\n".join(lines))
+        result = CliRunner().invoke(main, ["timeline", "summary", str(tmp_path)])
+        assert isinstance(result.exception, SystemExit | None), (line, result.exception)
+
+
 def test_folder_without_timelines_and_unknown_run_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="found none"):
         open_timeline(str(tmp_path))
