@@ -347,6 +347,8 @@ class Objects:
                 continue
             section = getattr(thing, "checkpoint_section", "iterators")
             state = header.iterators.get(name)
+            if state is None and getattr(thing, "checkpoint_may_lack", False):
+                continue
             if state is None or section_of(state) != section:
                 problems.append(f"{section}/{name} is not in the checkpoint")
                 continue
@@ -365,7 +367,8 @@ class Objects:
     ) -> None:
         """Restore datasets, random streams and objects with plain state."""
         for name, thing in self.iterators.items():
-            if only is None or name in only:
+            there = name in header.iterators
+            if there and (only is None or name in only):
                 thing.restore_state(header.iterators[name])
         for name, thing in self.python.items():
             there = name in header.python

@@ -15,7 +15,6 @@ from hpcstrat.engine.arrays.kinds import is_device
 from hpcstrat.engine.gpu.transfers import store
 from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.typing import Array, Replicas
-from hpcstrat.randomness import RandomStreams
 from hpcstrat.safety.divergence.divergence import check_mirrored
 from hpcstrat.variables import rule_of
 
@@ -122,7 +121,7 @@ def restore_snapshot(
     gone = sum(keeper is None for keeper in handover.lost.values())
     objects.end_restore(commit.num_replicas - gone, strategy.num_replicas_in_sync)
     for name, thing in objects.iterators.items():
-        if isinstance(thing, RandomStreams):
+        if hasattr(thing, "own_state"):
             thing.restore_own_state(
                 commit.iterators[name], [rows.get(name)], changed=bool(handover.lost)
             )

@@ -13,7 +13,6 @@ from hpcstrat.checkpoint.file.schema import Entry, Header
 from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.engine.arrays.kinds import to_host
 from hpcstrat.engine.typing import Array, Replicas
-from hpcstrat.randomness import RandomStreams
 from hpcstrat.variables import SyncOnReadVariable
 
 __all__ = ["Key", "Snapshot", "exchange", "partners_of"]
@@ -66,7 +65,7 @@ class Snapshot:
         }
         self._copy(entries, values)
         self.iterators = {
-            name: t.own_state() if isinstance(t, RandomStreams) else t.state()
+            name: t.own_state() if hasattr(t, "own_state") else t.state()
             for name, t in objects.iterators.items()
         }
         self._copy_python(objects, python)

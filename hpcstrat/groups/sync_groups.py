@@ -294,6 +294,14 @@ class SyncGroups:
                 f"expected trainable variables of floating types before {what}, found "
                 "none; make them in the scope of SyncGroups.strategy"
             )
+        if self._counts.component[_UNDER_WAY] >= 0 and not self.delay:
+            # A program with a delay has saved this state while a sum was pending. Only
+            # the parameters at the start of the sum tell what the groups must add.
+            raise ValueError(
+                f"expected a delay above 0 for {what}, because the restored checkpoint "
+                "was saved while a sum over the groups was pending, found delay=0; "
+                "restore it with the delay of the save, call end_round and save again"
+            )
 
     @without_fp_warnings
     def _changes(self) -> list[Array]:

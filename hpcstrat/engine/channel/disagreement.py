@@ -154,9 +154,14 @@ def explain(announcements: Sequence[Announcement]) -> CollectiveError:
             f"expected all ranks in one call, found that {calls}{steps}; make the same "
             "calls with the same shapes and dtypes, in the same order, on every rank"
         )
+    # Counts of backward() differ if a rank has skipped a step of its training.
+    skipped = len({a.steps[2] for a in announcements}) > 1
     why = (
-        "; a rank has left out a step, or made one too many: end the program, restore "
-        "a checkpoint or make a new strategy, on every rank"
+        "; a rank has left out a step, or made one too many: "
+        + "skip a step on all ranks or on none, call a module under torch.no_grad() if "
+        "no backward follows, and now "
+        * skipped
+        + "end the program, restore a checkpoint or make a new strategy, on every rank"
         if steps
         else ", but a rank was interrupted in an earlier call, or omitted it; make the "
         "same calls on every rank"

@@ -256,6 +256,7 @@ class Failures:
             for one in announcements:
                 one.steps = (*one.steps[:2], most)
             position.backward_index = most
+            position.num_meetings += 1
         self._apart = len({a.steps for a in announcements}) > 1
         position.run_fingerprint = position.step_fingerprint
         return announcements
@@ -285,9 +286,10 @@ class Failures:
         nothing is sent. Call it when all ranks are at the same point of the program: in
         a restore, and when another strategy begins or ends.
         """
+        position = self._channel.position
+        position.num_meetings += 1
         if not self._apart:
             return
-        position = self._channel.position
         found, position.steps = position.steps, (0, 0, 0)
         try:
             self._channel.agree(_MEETING)

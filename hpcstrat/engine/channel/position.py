@@ -27,6 +27,7 @@ class Position:
         "backward_index",
         "copy_check",
         "next_index",
+        "num_meetings",
         "run_index",
     )
 
@@ -35,6 +36,8 @@ class Position:
         # How often this rank has entered ``run``, has requested a batch of a dataset
         # that all replicas share, and has begun a backward pass of a replicated module.
         self.run_index = self.next_index = self.backward_index = 0
+        # How often the ranks have agreed on these counts anew, after an error.
+        self.num_meetings = 0
         # Compares the copies of variables between ranks in calls of ``run``.
         self.copy_check: CopyCheck | None = None
 
@@ -67,10 +70,13 @@ class Position:
         self.next_index += 1
         self.run_fingerprint = self.run_fingerprint + _NEXT & _MASK
 
-    def enter_backward(self) -> None:
-        """Count the start of a backward pass of a replicated module on this rank."""
-        self.backward_index += 1
-        self.run_fingerprint = self.run_fingerprint + _BACKWARD & _MASK
+    def enter_backward(self, number: int = 1) -> None:
+        """Count backward passes of a replicated module that start on this rank.
+
+        A backward pass that this rank has left out after the forward counts, too.
+        """
+        self.backward_index += number
+        self.run_fingerprint = self.run_fingerprint + number * _BACKWARD & _MASK
 
     @property
     def steps(self) -> tuple[int, int, int]:

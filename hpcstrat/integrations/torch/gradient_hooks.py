@@ -15,6 +15,8 @@ gradient share its memory with a value that the rest of the backward needs.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -29,8 +31,8 @@ from hpcstrat.engine.context import own_index
 from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.reduction.buckets import Bucket, Buckets, plan_buckets
-from hpcstrat.engine.tree import flatten
 from hpcstrat.engine.typing import Array
+from hpcstrat.integrations.torch.forward_counts import ForwardCounts, tensors_of
 from hpcstrat.integrations.torch.module_buffers import ModuleBuffers
 from hpcstrat.integrations.torch.module_layout import (
     ModuleLayout,
@@ -77,6 +79,7 @@ class Replicated:
         self.syncs = True
         # Counts backwards if there is one replica, and so no channel that counts them.
         self._alone = Position()
+        self._forwards = ForwardCounts()
         # Leave out parameters whose gradients another replicated module combines.
         named = [
             (name, parameter)
@@ -107,7 +110,10 @@ class Replicated:
         self._sums: dict[int, Array] = {}
         # The callback at the end of the running backward; autograd then deletes it.
         self._end: weakref.ref[Any] | None = None
-        self._handles = [module.register_forward_hook(_OutputHook(self))]
+        self._handles: list[Any] = [
+            module.register_forward_pre_hook(_InputHook(self), prepend=True),
+            module.register_forward_hook(_OutputHook(self)),
+        ]
         for index, parameter in enumerate(self._parameters):
             self._hook(index, parameter)
         _every.add(self)
@@ -140,8 +146,25 @@ class Replicated:
                 self._handles.append(parameter.register_hook(prepare))
 
     def __reduce__(self) -> Any:
-        """Pickle as None, so that a saved parameter does not include this object."""
-        return type(None), ()
+        """Pickle as an empty set, which torch.load accepts and needs no hpcstrat."""
+        return set, ()
+
+    def _counts_forwards(self) -> bool:
+        """Return whether forwards are counted now.
+
+        Not in a backward, where checkpoints of activations repeat forwards. Steps of
+        logical replicas are counted by ``run``.
+        """
+        counts = self.syncs and torch.is_grad_enabled() and not self.strategy.logical
+        return counts and not self._is_under_way()
+
+    def enter(self, module: torch.nn.Module) -> None:
+        """Count a forward that begins, and may have a backward."""
+        if torch.compiler.is_compiling():
+            return
+        _refuse_compiled_autograd()
+        if self._counts_forwards():
+            self._forwards.begin(module.training, self._position())
 
     def watch(self, module: torch.nn.Module, output: Any) -> None:
         """Register hooks on the output of a forward, to detect the start of a backward.
@@ -158,13 +181,24 @@ class Replicated:
         if not own_index() and not self._layout.is_current():
             # A collective call, so that an error is raised on the other replicas, too.
             self.strategy.collectives.call(_WHAT, self._require_known, module)
-        for leaf in flatten(output)[0]:
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._await_end)
+        seen = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+        use = None
+        if self._counts_forwards():
+            if not seen:
+                self._forwards.withdraw(module.training)
+            use = self._forwards.use(module.training)
+
+        def reach(_: Any) -> None:
+            if use is not None:
+                use()
+            self._await_end()
+
+        for tensor in seen:
+            tensor.register_hook(reach)
 
     def _require_known(self, module: torch.nn.Module) -> None:
         for name, parameter in differentiable_parameters(module):
-            if parameter.requires_grad and not hasattr(parameter, _OWNER):
+            if parameter.requires_grad and _owner_of(parameter) is None:
                 raise ValueError(
                     "expected the parameters that replicate has seen, found another "
                     f"{name!r} in the module, which would train on this replica alone; "
@@ -172,6 +206,7 @@ class Replicated:
                     "use no_sync if that is intended"
                 )
         self._layout = ModuleLayout(module)
+        self.buffers.follow(module)
 
     def prepare(self, index: int) -> None:
         """Prepare a parameter's gradient just before a backward adds to it."""
@@ -211,10 +246,11 @@ class Replicated:
         if self._buckets is not None:
             self._buckets.ready(index)
 
-    def _await_end(self, _gradient: Any = None) -> None:
+    def _await_end(self) -> None:
         """Register a callback that combines the gradients when this backward ends."""
         if self._is_under_way():
             return
+        _refuse_compiled_autograd()
         # Do not wait for the buckets of an earlier backward that ended with an error.
         self._buckets = None
         self._taken.clear()
@@ -238,6 +274,9 @@ class Replicated:
             self._end = None
             # After torch.autograd.grad no parameter was reached: combine nothing.
             if self._touched and self.syncs:
+                if not self.strategy.logical:
+                    position = self._position()
+                    position.enter_backward(self._forwards.take_unused(position))
                 self.strategy.collectives.call(_WHAT, self._combine)
             self._buckets = None
 
@@ -459,6 +498,31 @@ class Replicated:
         parameter.grad = gradient_of(rows, parameter)
 
 
+def _refuse_compiled_autograd() -> None:
+    """Raise NotImplementedError if torch's compiled autograd runs the backward.
+
+    Its graph of a backward has no hook at the end, and no way to ask, in the hook of a
+    parameter, whether the backward adds to the parameter's gradient.
+    """
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is None:
+        return
+    config = sys.modules["torch._dynamo.config"]
+    if compiled.compiled_autograd_enabled or config.compiled_autograd:
+        raise NotImplementedError(
+            "expected a backward that torch's autograd engine runs, found compiled "
+            "autograd; leave torch._dynamo.config.compiled_autograd at False, and "
+            "compile the module alone"
+        )
+
+
+def _owner_of(parameter: Any) -> Replicated | None:
+    """Return the object that combines a parameter's gradients, or None."""
+    # A parameter that was loaded from a file has an empty set as this attribute.
+    owner = getattr(parameter, _OWNER, None)
+    return owner if isinstance(owner, Replicated) else None
+
+
 def _is_combined_by_another(
     name: str, parameter: Any, strategy: Strategy, op: ReduceOp
 ) -> bool:
@@ -466,7 +530,7 @@ def _is_combined_by_another(
 
     Raises ValueError if the other module has another strategy or another operation.
     """
-    owner = getattr(parameter, _OWNER, None)
+    owner = _owner_of(parameter)
     if owner is None or isinstance(owner.strategy.collectives.channel, ClosedChannel):
         return False
     if owner.strategy is not strategy or owner.op is not op:
@@ -481,12 +545,37 @@ def _is_combined_by_another(
 _every: weakref.WeakSet[Replicated] = weakref.WeakSet()
 
 
-class _OutputHook:
-    """Hook after a module's forward; in a copy of the module it only logs a warning."""
+class _Hook:
+    """A hook of a replicated module, which its copies and saved files do not have.
+
+    In a saved file, a function of Python's standard library that does nothing takes its
+    place, so that a saved module can be loaded without hpcstrat.
+    """
 
     def __init__(self, replicated: Replicated | None) -> None:
         self._replicated = replicated
-        self._said = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a hook without the replicated module."""
+        return type(self)(None)
+
+    def __reduce__(self) -> Any:
+        # This method takes any arguments and returns None.
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class _InputHook(_Hook):
+    """Hook before a module's forward; in a copy of the module it does nothing."""
+
+    def __call__(self, module: Any, _inputs: Any) -> None:
+        if self._replicated is not None:
+            self._replicated.enter(module)
+
+
+class _OutputHook(_Hook):
+    """Hook after a module's forward; in a copy of the module it only logs a warning."""
+
+    _said = False
 
     def __call__(self, module: Any, _inputs: Any, output: Any) -> None:
         if self._replicated is not None:
@@ -498,7 +587,3 @@ class _OutputHook:
                 "replicate, too, or compute with it under torch.no_grad()",
                 type(module).__name__,
             )
-
-    def __reduce__(self) -> Any:
-        """Return a hook without the replicated module, for copies and saved files."""
-        return _OutputHook, (None,)

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.tree import flatten
+from hpcstrat.engine.typing import Array
 from hpcstrat.integrations.torch.tensors import as_tensor, memory_of, torchs_stream
 from hpcstrat.strategies import Strategy
 
 __all__ = ["ModuleBuffers", "ReplicaBuffers", "broadcast"]
+
+_Tensors = dict[str, torch.Tensor]
+
+
+class _Owner:
+    """A submodule's buffers, and their values when they were last synchronized."""
+
+    def __init__(self, buffers: dict[str, Any], num_sets: int) -> None:
+        self.buffers = buffers
+        # Empty at first: buffers that are registered later count as changed.
+        self.common: _Tensors = {}
+        # One copy of the buffers for each logical replica of this rank.
+        self.sets: list[_Tensors] = [{} for _ in range(num_sets)]
+
+    def tensors(self) -> _Tensors:
+        """Return the buffers that have values, by name."""
+        return {name: b for name, b in self.buffers.items() if b is not None}
 
 
 class ModuleBuffers:
@@ -21,41 +39,63 @@ class ModuleBuffers:
     ``mode`` is "first", "mean" or None, like the argument ``buffers`` of `replicate`.
     """
 
+    num_sets = 0
+
     def __init__(
         self, module: torch.nn.Module, strategy: Strategy, mode: str | None
     ) -> None:
         self.strategy = strategy
-        self.mode = mode
-        # Compare all buffers of an owner together: when batch normalization updates its
-        # running mean, torch changes the version of its batch count only.
-        self._owners = [m._buffers for m in module.modules() if m._buffers]
-        self._versions = self._current_versions()
+        self.mode = mode if strategy.num_replicas_in_sync > 1 else None
+        owners = [_Owner(one._buffers, self.num_sets) for one in module.modules()]
+        # Owners that have buffers now are synchronized one by one, all other owners
+        # together: a forward may register buffers, and replicas may differ in modules
+        # without any.
+        self._groups = [[owner] for owner in owners if owner.tensors()]
+        self._groups.append([owner for owner in owners if not owner.tensors()])
+        self._remember(owners)
 
-    def _current_versions(self) -> list[Any]:
-        return [tuple((id(b), b._version) for b in _tensors(o)) for o in self._owners]
+    def _owners(self) -> list[_Owner]:
+        return [owner for group in self._groups for owner in group]
+
+    def follow(self, module: torch.nn.Module) -> None:
+        """Include submodules that were added to a module."""
+        known = {id(owner.buffers) for owner in self._owners()}
+        added = [m._buffers for m in module.modules() if id(m._buffers) not in known]
+        self._groups[-1] += [_Owner(buffers, self.num_sets) for buffers in added]
+
+    @torch.no_grad()
+    def _remember(self, owners: list[_Owner]) -> None:
+        """Copy buffers that are now equal on all replicas."""
+        if self.mode is not None:
+            for owner in owners:
+                _copy(owner.tensors(), owner.common)
 
     def changed(self) -> list[bool]:
-        """Return for each owner whether its buffers changed since `synchronize`."""
+        """Return for each group of owners whether its buffers have changed.
+
+        Values are compared, because torch counts no changes by NumPy or ``.data``.
+        """
         if self.mode is None:
             return []
-        pairs = zip(self._versions, self._current_versions(), strict=True)
-        return [old != new for old, new in pairs]
+        return [any(map(self._has_changed, group)) for group in self._groups]
+
+    def _has_changed(self, owner: _Owner) -> bool:
+        return _differ(owner.tensors(), owner.common)
 
     @torchs_stream()
-    def synchronize(self, owners: list[int]) -> None:
-        """Make the buffers of some owners equal on all replicas; collective."""
-        buffers = [b for index in owners for b in _tensors(self._owners[index])]
+    def synchronize(self, groups: list[int]) -> None:
+        """Make the buffers of some groups equal on all replicas; collective."""
+        owners = [owner for number in groups for owner in self._groups[number]]
+        buffers = [b for owner in owners for b in owner.tensors().values()]
         if self.mode == "mean":
             buffers = [b for b in buffers if b.is_floating_point()]
-        if not buffers:
-            return
-        arrays = [memory_of(buffer) for buffer in buffers]
-        if self.mode == "mean":
+        arrays = _arrays(buffers)
+        if groups and self.mode == "mean":
             collectives = self.strategy.collectives
             collectives.batch_reduce(ReduceOp.MEAN, arrays, "buffers", out=arrays)
-        else:
+        elif groups:
             broadcast(self.strategy, arrays, "buffers")
-        self._versions = self._current_versions()
+        self._remember(owners)
 
 
 class ReplicaBuffers(ModuleBuffers):
@@ -64,14 +104,11 @@ class ReplicaBuffers(ModuleBuffers):
     def __init__(
         self, module: torch.nn.Module, strategy: Strategy, mode: str | None
     ) -> None:
-        super().__init__(module, strategy, mode)
-        self._sets = [self._copies() for _ in strategy.local_replicas]
-        # Values of the buffers when they were last equal on all replicas.
-        self._common = self._copies()
+        self.num_sets = len(strategy.local_replicas)
         self._in_use = 0
-
-    def _copies(self) -> list[list[torch.Tensor]]:
-        return [[b.detach().clone() for b in _tensors(o)] for o in self._owners]
+        super().__init__(module, strategy, mode)
+        for index in range(self.num_sets):
+            self._keep(index)
 
     def use(self, index: int) -> None:
         """Save the buffers of the replica that ran, and load those of ``index``."""
@@ -80,64 +117,98 @@ class ReplicaBuffers(ModuleBuffers):
             self._in_use = index
             self._load()
 
-    def _pairs(self, index: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield pairs: a buffer of the module, and a replica's copy of this buffer."""
-        for owner, kept in zip(self._owners, self._sets[index], strict=True):
-            yield from zip(_tensors(owner), kept, strict=True)
-
     @torch.no_grad()
     def _keep(self, index: int) -> None:
-        for buffer, own in self._pairs(index):
-            own.copy_(buffer)
+        for owner in self._owners():
+            _copy(owner.tensors(), owner.sets[index])
 
     @torch.no_grad()
     def _load(self) -> None:
-        for buffer, own in self._pairs(self._in_use):
-            buffer.copy_(own)
+        for owner in self._owners():
+            # A buffer that another replica has registered keeps that replica's value.
+            for name, own in owner.sets[self._in_use].items():
+                buffer = owner.buffers.get(name)
+                if buffer is not None and _are_alike(buffer, own):
+                    buffer.copy_(own)
+                else:
+                    owner.buffers[name] = own.clone()
 
     def reset(self) -> None:
         """Set all replicas' copies to the module's buffers: a restore changes these."""
         if self.mode is not None:
-            for index in range(len(self._sets)):
+            for index in range(self.num_sets):
                 self._keep(index)
-            self._common = self._copies()
+            self._remember(self._owners())
 
     def changed(self) -> list[bool]:
-        """Return for each owner whether a replica has changed the owner's buffers."""
-        if self.mode is None:
-            return []
+        """Return for each group whether a replica has changed its buffers."""
         self._keep(self._in_use)
-        return [
-            any(
-                not torch.equal(own, common)
-                for each in self._sets
-                for own, common in zip(each[number], self._common[number], strict=True)
-            )
-            for number in range(len(self._owners))
-        ]
+        return super().changed()
 
-    def synchronize(self, owners: list[int]) -> None:
-        """Make the buffers of some owners equal on all replicas; collective."""
-        if not owners:
+    def _has_changed(self, owner: _Owner) -> bool:
+        return any(_differ(each, owner.common) for each in owner.sets)
+
+    @torch.no_grad()
+    def synchronize(self, groups: list[int]) -> None:
+        """Make the buffers of some groups equal on all replicas; collective."""
+        if not groups:
             return
+        owners = [owner for number in groups for owner in self._groups[number]]
         self._keep(self._in_use)
-        sets = [[b for index in owners for b in each[index]] for each in self._sets]
+        for owner in owners:
+            # A replica that ran before a buffer was registered has no value of it.
+            for name, buffer in owner.tensors().items():
+                for each in owner.sets:
+                    each.setdefault(name, buffer.clone())
+        sets = [
+            [buffer for owner in owners for _, buffer in sorted(owner.sets[i].items())]
+            for i in range(self.num_sets)
+        ]
         if self.mode == "mean":
             # Buffers of integers, such as counters, keep each replica's own value.
             sets = [[b for b in each if b.is_floating_point()] for each in sets]
-            parts = [[memory_of(buffer) for buffer in each] for each in sets]
-            found = self.strategy.replicas.reduce_parts(ReduceOp.MEAN, parts, "buffers")
+        arrays = [_arrays(each) for each in sets]
+        if self.mode == "mean":
+            reduce_parts = self.strategy.replicas.reduce_parts
+            found = reduce_parts(ReduceOp.MEAN, arrays, "buffers")
         else:
-            own = [memory_of(buffer) for buffer in sets[0]]
-            found = self.strategy.collectives.broadcast(own, 0, "buffers")
-        for each in sets:
-            for buffer, value in zip(each, found, strict=True):
+            found = self.strategy.collectives.broadcast(arrays[0], 0, "buffers")
+        for buffers in filter(None, sets):
+            for buffer, value in zip(buffers, found, strict=True):
                 buffer.copy_(as_tensor(value))
         self._load()
 
 
-def _tensors(owner: Any) -> list[torch.Tensor]:
-    return [buffer for buffer in owner.values() if buffer is not None]
+def _arrays(buffers: list[torch.Tensor]) -> list[Array]:
+    """Return buffers as arrays; an array of zeros if there are none.
+
+    Another replica may have registered a buffer, and must not wait for this one.
+    """
+    return [memory_of(buffer) for buffer in buffers] or [np.zeros(1)]
+
+
+def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same shape, type and device."""
+    kinds = [(t.shape, t.dtype, t.device) for t in (one, other)]
+    return kinds[0] == kinds[1]
+
+
+def _copy(tensors: _Tensors, kept: _Tensors) -> None:
+    """Copy tensors by name, into earlier copies of the same shape and type."""
+    for name in kept.keys() - tensors.keys():
+        del kept[name]
+    for name, tensor in tensors.items():
+        if name in kept and _are_alike(tensor, kept[name]):
+            kept[name].copy_(tensor)
+        else:
+            kept[name] = tensor.detach().clone()
+
+
+def _differ(tensors: _Tensors, others: _Tensors) -> bool:
+    return tensors.keys() != others.keys() or not all(
+        _are_alike(tensor, others[name]) and torch.equal(tensor, others[name])
+        for name, tensor in tensors.items()
+    )
 
 
 def broadcast(strategy: Strategy, arrays: Any, what: str) -> None:

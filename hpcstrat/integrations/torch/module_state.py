@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from hpcstrat.checkpoint.agreement import of_all_groups
 from hpcstrat.checkpoint.file.plain_state import as_text
 from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.integrations.frameworks import variable_over
+from hpcstrat.integrations.torch.generator_states import GeneratorStates
 from hpcstrat.integrations.torch.logical_gradients import streams_of
 from hpcstrat.integrations.torch.module_buffers import broadcast
 from hpcstrat.integrations.torch.replication import inner, strategy_of
@@ -300,6 +302,11 @@ def state(
     If parameters are moved, for instance by ``.to``, the next save uses their new
     memory.
 
+    With ``generators``, a resumed program draws the numbers that it would have drawn
+    without the interruption. On another number of replicas, a replica without a saved
+    state keeps the state that the program has given it. Older checkpoints without
+    these states can be restored.
+
     Parameters
     ----------
     module : torch.nn.Module
@@ -317,9 +324,11 @@ def state(
     -------
     dict of str to object
         Keyword arguments for `CheckpointManager` and `hpcstrat.elastic.Memory.track`:
-        ``model``, ``optimizer`` if one is given, and ``torch`` for state that is not in
-        tensors. With logical replicas also ``torch_random``, the state of the random
-        numbers that dropout uses.
+        ``model``, ``optimizer`` if one is given, ``torch`` for state that is not in
+        tensors, and ``generators`` for each replica's states of the generators of
+        torch (on the host, and on the replica's GPU), ``numpy.random`` and ``random``.
+        With logical replicas also ``torch_random``, the state of the random numbers
+        that dropout uses.
 
     Raises
     ------
@@ -336,7 +345,7 @@ def state(
     >>> model = hst.replicate(torch.nn.Linear(2, 1), hs.get_strategy())
     >>> optimizer = torch.optim.AdamW(model.parameters())
     >>> sorted(hst.state(model, optimizer))
-    ['model', 'optimizer', 'torch']
+    ['generators', 'model', 'optimizer', 'torch']
     """
     strategy = strategy_of(module)
     others = {"scheduler": scheduler, "scaler": scaler}
@@ -353,7 +362,8 @@ def _state(
     for name, other in others.items():
         as_text(name, other.state_dict())
     own, streams = _Module(module, strategy), streams_of(strategy)
-    found: dict[str, Any] = {"model": own}
+    generators = GeneratorStates(of_all_groups(strategy))
+    found: dict[str, Any] = {"model": own, "generators": generators}
     if streams is not None:
         found["torch_random"] = streams
     slots = None

@@ -144,6 +144,20 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         """Return the number of ranks."""
         return self._size
 
+    # Torch reads these two properties of the result of `_get_backend`.
+    supports_coalescing = False
+    supports_splitting = False
+
+    def _get_backend(self, device: Any) -> HpcstratProcessGroup:
+        """Return the group itself, which is its own backend for every device."""
+        return self
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The devices whose tensors the group's calls accept."""
+        kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        return [torch.device(kind) for kind in kinds]
+
     def _start_coalescing(self, device: Any = None) -> None:
         """Do nothing: calls are not coalesced, each is made immediately."""
 

@@ -209,6 +209,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             The loader; only one iteration over it may run at a time.
         """
         collate = _Collate(self.dataset, collate_fn or default_collate)
+        options = {"generator": _Seeded(), **options}
         return _Loader(self.dataset, batch_sampler=self, collate_fn=collate, **options)
 
     def state(self) -> dict[str, int]:
@@ -293,12 +294,22 @@ def _loader_of(caller: FrameType) -> DataLoader[Any] | None:
     return loader
 
 
+class _Seeded(torch.Generator):
+    """A loader's own generator, which draws the seeds of its workers.
+
+    An iteration would otherwise draw a number from torch's generator, also where it
+    resumes an epoch, so that a resumed program would have other numbers after it.
+    """
+
+
 class _Loader(DataLoader[Any]):
     """A loader that reports to its sampler which batches the program has received."""
 
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch, and return an iterator over its batches."""
         sampler: Any = self.batch_sampler
+        if isinstance(self.generator, _Seeded):
+            self.generator.manual_seed((torch.initial_seed() + sampler.epoch) % 2**63)
         return self._told(sampler, super().__iter__())
 
     @staticmethod

@@ -48,6 +48,14 @@ ALSO_ON_GLOO = {
     "Torch not compiled with CUDA enabled": _GPU,
     "Cannot access accelerator device when none is available": _GPU,
     "cpu backend doesn't support events": _GPU,
+    # Errors of a build of torch with CUDA, on a machine without GPUs.
+    "Found no NVIDIA driver on your system": _GPU,
+    "The NVIDIA driver on your system is too old": _GPU,
+    "No CUDA GPUs are available": _GPU,
+    "no CUDA-capable device is detected": _GPU,
+    "CUDA driver version is insufficient for CUDA runtime version": _GPU,
+    "CUDA unknown error": _GPU,
+    "ProcessGroupNCCL is only supported with GPUs": _GPU,
     "in test_ddp_device": _GPU,
     "in test_ddp_logging_data_gpu": _GPU,
 }

@@ -763,3 +763,42 @@ def test_batches_are_normalized_over_all_ranks() -> None:
     torch.testing.assert_close(summed, alone.weight.grad)
     copied = copy.deepcopy(layer)
     torch.testing.assert_close(copied(own), alone(whole)[3 * rank : 3 * rank + 3])
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "LBFGS"])
+def test_gradients_of_a_closure_are_combined(name: str) -> None:
+    size, rank = hvd.size(), hvd.rank()
+    rows = torch.randn(3 * size, 2, generator=torch.Generator().manual_seed(2)).double()
+    targets = rows @ torch.tensor([1.0, -2.0]).double()
+    found = []
+    for own in (slice(3 * rank, 3 * rank + 3), slice(None)):
+        layer = nn.Linear(2, 1).double()
+        nn.init.zeros_(layer.weight)
+        nn.init.zeros_(layer.bias)
+        options = {"line_search_fn": "strong_wolfe"} if name == "LBFGS" else {}
+        optimizer = getattr(torch.optim, name)(layer.parameters(), lr=0.1, **options)
+        if own != slice(None):
+            optimizer = hvd.DistributedOptimizer(optimizer, layer.named_parameters())
+
+        def closure(layer: Any = layer, own: Any = own, rule: Any = optimizer) -> Any:
+            rule.zero_grad()
+            loss = (layer(rows[own]).squeeze(1) - targets[own]).square().mean()
+            loss.backward()
+            return loss
+
+        losses = [float(optimizer.step(closure)) for _ in range(3)]
+        found.append([torch.tensor(losses).double(), *layer.parameters()])
+    for distributed, alone in zip(*found, strict=True):
+        torch.testing.assert_close(distributed, alone, rtol=1e-9, atol=1e-9)
+    everywhere = hvd.allgather_object([p.tolist() for p in found[0]])
+    assert everywhere == everywhere[:1] * size
+
+
+def test_a_closure_needs_the_gradients_to_be_combined() -> None:
+    layer = nn.Linear(1, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), 0.1))
+    with (
+        optimizer.skip_synchronize(),
+        pytest.raises(ValueError, match="outside of skip_synchronize"),
+    ):
+        optimizer.step(lambda: None)

@@ -221,6 +221,34 @@ def test_messages_and_objects(job: Any) -> None:
     dist.barrier()
 
 
+def test_torch_is_told_the_devices_of_a_group() -> None:
+    """Versions of torch ask this before batch_isend_irecv and asynchronous saves."""
+    group, cpu = dist.group.WORLD, torch.device("cpu")
+    assert not group._get_backend(cpu).supports_coalescing
+    assert not group._get_backend(cpu).supports_splitting
+    assert cpu in group._device_types
+    assert group._get_backend(cpu).name() == "hpcstrat"
+
+
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
+def test_pipelines_train_as_one_process(job: Any, schedule: str) -> None:
+    pipelining = pytest.importorskip("torch.distributed.pipelining")
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4).double() for _ in range(job.size)]
+    rows, targets = torch.randn(8, 4).double(), torch.randn(8, 4).double()
+    whole = copy.deepcopy(nn.Sequential(*layers))
+    mean = nn.functional.mse_loss
+    mean(whole(rows), targets).backward()
+    place = job.rank, job.size, torch.device("cpu")
+    stage = pipelining.PipelineStage(layers[job.rank], *place)
+    steps = getattr(pipelining, schedule)(stage, max(4, job.size), loss_fn=mean)
+    given = [rows] if job.rank == 0 else []
+    steps.step(*given, target=targets if job.rank == job.size - 1 else None)
+    torch.testing.assert_close(
+        layers[job.rank].weight.grad, whole[job.rank].weight.grad
+    )
+
+
 def test_handles_that_are_polled_or_dropped(job: Any) -> None:
     if job.size == 1:
         return

@@ -17,6 +17,7 @@ from hpcstrat.integrations.horovod.torch.basics import (
 from hpcstrat.integrations.horovod.torch.compression import Compression
 from hpcstrat.integrations.horovod.torch.horovod_calls import (
     Operation,
+    allreduce,
     allreduce_async_,
     require_known,
     sparse_allreduce_async,
@@ -156,8 +157,21 @@ class _DistributedOptimizer:
             self._synchronizes = True
 
     def step(self, closure: Any = None) -> Any:
-        """Wait for the combined gradients, then make a step; collective over ranks."""
-        if self._synchronizes:
+        """Wait for the combined gradients, then make a step; collective over ranks.
+
+        The gradients of a closure are combined whenever the optimizer calls it, and so
+        is its loss, because an optimizer such as LBFGS decides by the loss how often it
+        calls the closure, and all ranks must decide alike.
+        """
+        if closure is not None:
+            if not self._synchronizes:
+                raise ValueError(
+                    "expected step() without a closure inside of skip_synchronize(), "
+                    "found a closure, whose gradients must be combined; call "
+                    "step(closure) outside of skip_synchronize()"
+                )
+            closure = self._combined(closure)
+        elif self._synchronizes:
             if self._synchronized:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() "
@@ -169,7 +183,26 @@ class _DistributedOptimizer:
                 )
             self.synchronize()
         self._synchronized = False
-        return super().step(closure)  # type: ignore[misc]
+        try:
+            return super().step(closure)  # type: ignore[misc]
+        finally:
+            self._synchronized = False
+
+    def _combined(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that combines the gradients and the loss of a closure."""
+
+        def combined() -> Any:
+            loss = closure()
+            self.synchronize()
+            if loss is None:
+                return None
+            is_tensor = isinstance(loss, torch.Tensor)
+            own = loss.detach() if is_tensor else torch.tensor(float(loss)).double()
+            op = Operation.Sum if self._op is Operation.Sum else Operation.Average
+            total = allreduce(own, name="loss of a closure", op=op)
+            return total if is_tensor else total.item()
+
+        return combined
 
     def zero_grad(self, *args: Any, **options: Any) -> None:
         """Reset the gradients to zero or None."""

@@ -229,6 +229,30 @@ def test_a_checkpoint_in_the_midst_of_a_round_restores_to_the_same_bits(
     np.testing.assert_array_equal(values[2], values[0])
 
 
+def test_a_pending_sum_restored_without_a_delay_is_refused(
+    make: Any, folder: Path
+) -> None:
+    training, manager = _made(make, START, 2, folder)
+    for _ in range(4):
+        training.step()
+    manager.save(4)
+    training, manager = _made(make, START, 0, folder)
+    manager.restore(expect_partial=True)
+    before = training.value.numpy().copy()
+    for call in (training.groups.step, training.groups.end_round):
+        with pytest.raises(ValueError, match=r"delay=0; restore it with the delay"):
+            call()
+    np.testing.assert_array_equal(training.value.numpy(), before)
+    training, manager = _made(make, START, 1, folder)
+    manager.restore()
+    training.groups.end_round()
+    manager.save(5)
+    training, manager = _made(make, START, 0, folder)
+    manager.restore(expect_partial=True)
+    for _ in range(4):
+        training.step()
+
+
 def test_files_have_a_row_for_each_group(make: Any, folder: Path, job: Any) -> None:
     import h5py
 
