@@ -264,6 +264,9 @@ def test_links_and_objects_that_are_no_columns(tmp_path: Path) -> None:
         assert batch[name].tolist() == [factor * row for row in range(6)], name
     assert batch["outside"]["x"].tolist() == list(range(0, 60, 10))
     assert batch["outside"]["zipped"].tolist() == list(range(0, 600, 100))
+    with h5py.File(path) as file:
+        (of_h5py,) = Dataset(file).batch(6)
+    assert sorted(of_h5py) == sorted(batch)
     # The other file is checked, too.
     stage: Any = Dataset.from_files(path, ["outside/x"]).stage
     with h5py.File(other, "r+") as file:
