@@ -15,6 +15,7 @@ from hpcstrat.data.elements import (
     CallIterator,
     batched_spec,
     call_with,
+    code_words,
     pad_and_stack,
     row_of,
     stack,
@@ -57,6 +58,10 @@ def _batched(
     return CallIterator(step)
 
 
+def _dropping(drop_remainder: bool) -> str:
+    return ", the last only if full" if drop_remainder else ""
+
+
 def _num_batches(cardinality: int, size: int, drop_remainder: bool) -> int:
     if cardinality < 0:
         return cardinality
@@ -66,7 +71,7 @@ def _num_batches(cardinality: int, size: int, drop_remainder: bool) -> int:
 def batches(parent: Stage, size: int, drop_remainder: bool) -> Stream:
     return Stream.after(
         parent,
-        f"in batches of {size}",
+        f"in batches of {size}{_dropping(drop_remainder)}",
         lambda elements, _: _batched(elements, [size], drop_remainder),
         lambda: batched_spec(parent.spec(), size if drop_remainder else None),
         cardinality=_num_batches(parent.cardinality, size, drop_remainder),
@@ -84,7 +89,7 @@ def padded(
     fixed = size if drop_remainder else None
     return Stream.after(
         parent,
-        f"in padded batches of {size}",
+        f"in padded batches of {size}{_dropping(drop_remainder)}",
         lambda elements, _: _batched(elements, [size], drop_remainder, collate),
         lambda: padded_spec(batched_spec(parent.spec(), fixed), shapes),
         cardinality=_num_batches(parent.cardinality, size, drop_remainder),
@@ -157,7 +162,7 @@ def rebatched(parent: Stage, sizes: Sequence[int], drop_remainder: bool) -> Stre
 
     return Stream.after(
         parent,
-        f"in batches of {list(sizes)}",
+        f"in batches of {list(sizes)}{_dropping(drop_remainder)}",
         lambda elements, _: _batched(_rows(elements), sizes, drop_remainder),
         spec,
         size=size,
@@ -280,7 +285,9 @@ def bucketed(
         )
         return batched_spec(unpadded, None)
 
-    words = f"in buckets of {list(boundaries)}"
+    words = f"in buckets of {list(boundaries)} by {code_words(length_of)}"
+    words += f", in batches of {list(sizes)}"
+    words += _dropping(drop_remainder)
     return Stream.after(parent, words, start, spec)
 
 

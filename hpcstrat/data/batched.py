@@ -102,6 +102,9 @@ class RowBatches(Batched):
         self.cardinality = full + (rest > 0 and not drop_remainder)
         self.num_rows = full * size if drop_remainder else num_rows
 
+    def order_words(self) -> str:
+        return f"{self.rows.order_words()}, in batches of {self.num_rows} rows together"
+
     def stop(self, position: int) -> int:
         end = position + self.batch_size
         return end if self.num_rows == INFINITE else min(end, self.num_rows)
@@ -265,8 +268,14 @@ class SomeBatches(_BatchesOfParent):
         super().__init__(parent, f"of these {cardinality} batches from {first}")
         self.num_rows, self.cardinality = num_rows, cardinality
 
+    def order_words(self) -> str:
+        parent = self.parent.order_words()
+        return f"{parent}, {self.num_rows} rows from {self._start}"
+
     def stop(self, position: int) -> int:
-        return self.parent.stop(position + self._start) - self._start
+        end = self.parent.stop(position + self._start) - self._start
+        # A position of other batches of the same rows need not be where a batch begins.
+        return end if self.num_rows == INFINITE else min(end, self.num_rows)
 
     def rows_before(self, batches: int) -> int:
         if self.cardinality != INFINITE:
@@ -304,6 +313,9 @@ class MappedBatches(_BatchesOfParent):
 
     def _made(self, batch: Tree) -> Tree:
         return as_element(call_with(self._function, batch))
+
+    def order_words(self) -> str:
+        return self.parent.order_words()
 
     def spec(self) -> Tree:
         """Call the function for some batches, and return the spec of its results."""

@@ -15,7 +15,7 @@ from hpcstrat.data.elements import as_element, writable
 from hpcstrat.data.files.rows import FileRows, files_of, matching_files
 from hpcstrat.data.joined_rows import MixedRows
 from hpcstrat.data.lineage import DatasetOptions, Lineage, rows_of_names
-from hpcstrat.data.read_ahead import read_ahead, read_batches_ahead, read_rows
+from hpcstrat.data.read_ahead import read_ahead, read_batches_ahead
 from hpcstrat.data.rows import (
     INFINITE,
     OneRow,
@@ -183,7 +183,9 @@ class Dataset:
         generator : callable
             Returns an iterable of elements.
         output_signature : nested structure of ArraySpec, optional
-            Shapes and dtypes that elements must have; default: no check.
+            Shapes and dtypes that elements must have; default: no check. Without it,
+            the function is called once more where shapes and dtypes are needed, as in
+            `element_spec` and `concatenate`.
         args : tuple
             Arguments of the function.
 
@@ -225,6 +227,7 @@ class Dataset:
         columns : str or sequence of str, optional
             Names, or patterns, such as ``fields/*``; default: all. With one name,
             elements are arrays; with several, mappings that are nested like groups.
+            Parquet has no groups, so that a name with a slash is one key.
         dimension : str, optional
             NetCDF-4 dimension along which rows lie; default: the unlimited dimension,
             or else the first dimension of most variables.
@@ -241,8 +244,10 @@ class Dataset:
         FileNotFoundError
             If no file matches.
         ValueError
-            If a file cannot be read, or if columns do not match within a file or
-            between files; during iteration, if a file has changed.
+            If a file cannot be read, if a column has values that NumPy cannot store,
+            or if columns do not match within a file or between files; during iteration,
+            if a file has changed, or if a Parquet column has nulls, or lists of
+            different lengths.
         ImportError
             If ``zarr`` or ``pyarrow`` is needed but not installed.
         """
@@ -1101,7 +1106,7 @@ class Dataset:
         if self.ahead and isinstance(stage, Batched) and not stage.is_on_gpu():
 
             def read(start: int) -> Tree:
-                return read_rows(stage, epoch, start, 0, stage.stop(start) - start)
+                return stage.read(epoch, start, 0, stage.stop(start) - start)
 
             return map(writable, read_batches_ahead(stage, read, self.ahead))
         return map(writable, stage.iterate(epoch))

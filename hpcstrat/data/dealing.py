@@ -7,6 +7,7 @@ compare them (see `hpcstrat.data.comparing`), or one rank runs the pipeline for 
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +25,7 @@ from hpcstrat.data.pipelines import (
     BATCH,
     DIFFERENT,
     FINISHED,
+    LAST,
     Pipeline,
     PipelinePlace,
     PipelineStep,
@@ -145,7 +147,11 @@ class _DealtBatches(Iterator[Tree]):
         self._placer = placer
         self._pipeline = pipeline
         self._iteration = iteration
+        # Position after the last batch that `__next__` returned, for `state`.
         self._position = position
+        # Number of steps that were begun, and of those that the pipelines have made.
+        self._num_begun = position.position
+        self._num_made = position.position - position.failed
         # Copy the parts if this rank's pipeline may overwrite their memory.
         shares = pipeline is not None and pipeline.shares_memory
         self._copies = shares and place.comm is not None
@@ -159,17 +165,19 @@ class _DealtBatches(Iterator[Tree]):
             raise StopIteration
         collectives, step = self.collectives, None
         self._number += 1
-        self._position.position += 1
+        self._num_begun += 1
         if self._place.num_replicas == 1:
             assert self._pipeline is not None
             parts = self._pipeline.pull()
-            if parts is None:
+            if parts is LAST:
                 raise self._end()
-            return self._placer.place(parts[0])
+            self._num_made += 1
+            return self._returned(self._placer.place(parts[0]))
         if self._pipeline is not None:
             with collectives.all_raise(_NEXT):
                 step = self._pipeline.step(self._number)
         collectives.barrier(_NEXT)
+        self._num_made += 1
         with collectives.moving(_NEXT):
             outcome, parts = self._deal(step)
         if outcome == DIFFERENT:
@@ -180,13 +188,20 @@ class _DealtBatches(Iterator[Tree]):
         with collectives.all_raise(_NEXT):
             found: Tree = self._placer.deliver(parts, copies=self._copies)
         collectives.barrier(_NEXT)
-        return found
+        return self._returned(found)
+
+    def _returned(self, batch: Tree) -> Tree:
+        """Advance the position to the end of a batch, and return the batch."""
+        position = self._position
+        position.position = self._num_begun
+        position.failed = self._num_begun - self._num_made
+        return batch
 
     def _end(self) -> StopIteration:
         """Advance to the next epoch, and return the StopIteration that ends a loop."""
         self._ended = True
         self._position.epoch += 1
-        self._position.position = 0
+        self._position.position = self._position.failed = 0
         return StopIteration()
 
     def _deal(self, step: PipelineStep | None) -> tuple[int, list[Any]]:
@@ -234,15 +249,15 @@ class StreamDataset(ResumableDataset, DealtDataset):
 
     def __iter__(self) -> DistributedIterator:
         """Begin the next epoch, or continue at the position of `restore_state`."""
-        place = EpochPlace(*self._next)
+        place = dataclasses.replace(self._next)
         self._begin_at(place)
         return self._begin(place)
 
-    def _more_state(self) -> dict[str, int]:
+    def _more_state(self, place: EpochPlace) -> dict[str, int]:
         parts = 1
         if self._dataset.lineage.policy() is not AutoShardPolicy.DATA:
             parts = self._place.num_workers * self._place.num_replicas
-        return {"num_parts": parts}
+        return {"num_parts": parts, "num_failed": place.failed}
 
     def _source(self) -> str:
         return self._dataset.describe()

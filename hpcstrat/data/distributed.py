@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,6 +13,7 @@ from hpcstrat.data.batched import Batched
 from hpcstrat.data.batches import piece, warn_of_idle
 from hpcstrat.data.dataset import Dataset
 from hpcstrat.data.dealing import DealtDataset, StatefulDataset, StreamDataset
+from hpcstrat.data.file_lists import require_same_files
 from hpcstrat.data.iterator import (
     DistributedIterator,
     EpochPlace,
@@ -20,7 +22,7 @@ from hpcstrat.data.iterator import (
 from hpcstrat.data.order import ORDER_VERSION
 from hpcstrat.data.pipelines import PipelinePlace, function_steps, iterable_steps
 from hpcstrat.data.placing import Placer
-from hpcstrat.data.read_ahead import ReadAhead, read_batches_ahead, read_rows
+from hpcstrat.data.read_ahead import ReadAhead, read_batches_ahead
 from hpcstrat.data.rows import Rows, in_words
 from hpcstrat.engine.html import table
 from hpcstrat.engine.options import (
@@ -106,21 +108,19 @@ class DistributedDataset(ResumableDataset):
         return self.stage.num_rows
 
     def _keep_order(self, version: int) -> None:
-        epoch, position = self._next
-        if position and version < ORDER_VERSION:
-            self._dataset.keep_old_order(epoch)
+        if self._next.position and version < ORDER_VERSION:
+            self._dataset.keep_old_order(self._next.epoch)
 
     def __iter__(self) -> DistributedIterator:
         """Begin the next epoch, or continue at the position of `restore_state`."""
         strategy, dataset = self._strategy, self._dataset
-        epoch, position = self._next
+        place = dataclasses.replace(self._next)
         # Ranks compare this text, so that all replicas cut the same batches.
         strategy.collectives.barrier(
-            f"iteration over {dataset.describe()}, {self._dealing}epoch {epoch} from "
-            f"row {position}"
+            f"iteration over {dataset.describe()}, {self._dealing}epoch {place.epoch} "
+            f"from row {place.position}"
         )
         with strategy.together("iteration"):
-            place = EpochPlace(epoch, position)
             batches = _Batches(strategy, self.stage, place, self._placer, self._ahead)
         self._begin_at(place)
         return DistributedIterator(batches, self)
@@ -156,7 +156,10 @@ class _Batches(Iterator[Tree]):
         self._strategy = strategy
         self._stage = stage
         self._placer = placer
+        # Position after the last batch that `next` returned, for `state`.
         self.place = place
+        # Start of the batch to read next, which is later if a batch has failed.
+        self._start = place.position
         self._ended = False
         self._main = threading.main_thread().ident
         self._reader: ReadAhead | None = None
@@ -165,8 +168,7 @@ class _Batches(Iterator[Tree]):
         # has left the CPU's caches during a step, has less to do.
         self._read = partial(_read_own, stage, strategy, placer, place.epoch)
         if ahead > 0:
-            start = place.position
-            self._reader = read_batches_ahead(stage, self._read, ahead, start)
+            self._reader = read_batches_ahead(stage, self._read, ahead, self._start)
 
     def __next__(self) -> Tree:
         place, stage, strategy = self.place, self._stage, self._strategy
@@ -179,7 +181,7 @@ class _Batches(Iterator[Tree]):
             channel.position.enter_next()
         if self._ended:
             raise StopIteration
-        if place.position == stage.num_rows:
+        if self._start == stage.num_rows:
             self._ended = True
             with strategy.together(f"epoch {place.epoch}"):
                 if self._reader is not None:
@@ -187,13 +189,15 @@ class _Batches(Iterator[Tree]):
                 place.epoch, place.position = place.epoch + 1, 0
             raise StopIteration
         # Advance first, so that a batch that cannot be read is skipped.
-        start = place.position
-        stop = place.position = stage.stop(start)
+        start = self._start
+        stop = self._start = stage.stop(start)
         with strategy.together(f"reading rows {start} to {stop}"):
             pieces = self._read(start) if self._reader is None else next(self._reader)
             if not self._placer.leaves_on_host:
                 pieces = [self._placer.place(piece) for piece in pieces]
-            return self._placer.wrap(pieces)
+            batch = self._placer.wrap(pieces)
+        place.position = stop
+        return batch
 
 
 def _read_own(
@@ -202,7 +206,7 @@ def _read_own(
     """Read the pieces of a batch for this rank's replicas; any thread may call this."""
     count, length = strategy.num_replicas_in_sync, stage.stop(start) - start
     pieces = [
-        read_rows(stage, epoch, start, *piece(length, count, replica))
+        stage.read(epoch, start, *piece(length, count, replica))
         for replica in strategy.local_replicas
     ]
     return [placer.place(p) for p in pieces] if placer.leaves_on_host else pieces
@@ -272,6 +276,10 @@ def distribute_dataset(
             f"found {found}; leave own_rows out"
         )
     if isinstance(dataset, Dataset):
+        files = dataset.stage.files()
+        # With policy OFF, each worker may have its own files.
+        if files and dataset.auto_shard_policy is not AutoShardPolicy.OFF:
+            require_same_files(strategy, files)
         if isinstance(stage, Rows):
             raise ValueError(
                 "expected global batches, found single examples; call batch("

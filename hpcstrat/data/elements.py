@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from xxhash import xxh3_64_hexdigest
 
 from hpcstrat.engine.arrays.kinds import array_module, as_array
 from hpcstrat.engine.tree import flatten, tree_map, unflatten
@@ -18,12 +19,15 @@ __all__ = [
     "CallIterator",
     "as_element",
     "batched_spec",
+    "call_program",
     "call_with",
+    "code_words",
     "made_spec",
     "merged_spec",
     "name_of",
     "only_shape",
     "pad_and_stack",
+    "probed",
     "require_same_structure",
     "row_of",
     "spec_of",
@@ -74,6 +78,25 @@ def name_of(function: Callable[..., Any]) -> str:
     return name
 
 
+def code_words(function: Callable[..., Any]) -> str:
+    """Return the name of a function, and a hash of its own code, as text.
+
+    Captured values are left out, because they may differ between ranks.
+    """
+    name = name_of(function).rpartition(".")[2]
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return name
+    # A set has another order in each process; other code has another address.
+    constants = [
+        sorted(map(repr, each)) if isinstance(each, frozenset) else each
+        for each in code.co_consts
+        if not hasattr(each, "co_code")
+    ]
+    text = f"{code.co_code!r}{code.co_names}{constants}"
+    return f"{name} {xxh3_64_hexdigest(text.encode())[:8]}"
+
+
 def as_element(value: Any) -> Tree:
     """Return a value with arrays as leaves; lists become arrays, as in tf.data."""
     if isinstance(value, dict):
@@ -88,9 +111,23 @@ def as_element(value: Any) -> Tree:
 
 def call_with(function: Callable[..., Any], element: Tree, **options: Any) -> Any:
     """Call a function with an element; items of a tuple become arguments."""
-    if type(element) is tuple:
-        return function(*element, **options)
-    return function(element, **options)
+    arguments = element if type(element) is tuple else (element,)
+    return call_program(function, *arguments, **options)
+
+
+def call_program(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a function of the program; raise RuntimeError in place of StopIteration.
+
+    Otherwise a StopIteration of the function would end the data early (see PEP 479).
+    """
+    try:
+        return function(*args, **options)
+    except (StopIteration, GeneratorExit) as error:
+        raise RuntimeError(
+            f"expected a result or an error from {name_of(function)}, found that it "
+            f"raised {type(error).__name__}, which would end the data early; raise "
+            "another error in it, or call next() with a default"
+        ) from error
 
 
 def row_of(block: Tree, index: int) -> Tree:
@@ -230,7 +267,23 @@ def made_spec(stage: Any, spec_of_made: Callable[[Tree], Tree]) -> Tree:
     argument is each of the first elements of ``stage`` and, if lengths differ, an
     element of another length; if there are none, arrays of ones and of twos.
     """
-    elements = stage.iterate(0)
+    found, first = probed(stage.iterate(0), spec_of_made)
+    known = stage.spec()
+    if not found:
+        found = [spec_of_made(_example(known, number)) for number in (1, 2)]
+    elif any(leaf.shape and None in leaf.shape for leaf in flatten(known)[0]):
+        with contextlib.suppress(Exception):
+            found.append(spec_of_made(_resized(first, known)))
+    return merged_spec(found)
+
+
+def probed(
+    elements: Iterator[Tree], spec_of_made: Callable[[Tree], Tree]
+) -> tuple[list[Tree], Tree]:
+    """Return the specs that a function returns for a few elements, and the first one.
+
+    Elements that raise errors are left out; an iteration will raise the errors again.
+    """
     found: list[Tree] = []
     first: Tree = None
     for _ in range(_MOST_PROBED):
@@ -239,19 +292,12 @@ def made_spec(stage: Any, spec_of_made: Callable[[Tree], Tree]) -> Tree:
             found.append(spec_of_made(element))
         except StopIteration:
             break
-        # Try the next element; an iteration will raise this error again.
         except Exception:
             continue
         first = element if len(found) == 1 else first
         if len(found) == _PROBED:
             break
-    known = stage.spec()
-    if not found:
-        found = [spec_of_made(_example(known, number)) for number in (1, 2)]
-    elif any(leaf.shape and None in leaf.shape for leaf in flatten(known)[0]):
-        with contextlib.suppress(Exception):
-            found.append(spec_of_made(_resized(first, known)))
-    return merged_spec(found)
+    return found, first
 
 
 def _resized(element: Tree, spec: Tree) -> Tree:

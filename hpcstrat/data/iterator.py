@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from hpcstrat.data.dataset import Dataset
+from hpcstrat.data.file_lists import digest_of
 from hpcstrat.data.order import ORDER_VERSION
 from hpcstrat.data.rows import UNKNOWN
 from hpcstrat.engine.context import current
@@ -160,13 +161,19 @@ class DistributedIterator:
 
 _END = object()
 
+_RESTORE = "restore with the data set that was saved"
+
 
 @dataclass(slots=True)
 class EpochPlace:
-    """Epoch and position of an iteration, in examples of all replicas or in steps."""
+    """Epoch and position of an iteration, in examples of all replicas or in steps.
+
+    ``failed`` of the steps of a stream before the position have raised errors.
+    """
 
     epoch: int
     position: int
+    failed: int = 0
 
 
 class ReducibleDataset:
@@ -218,7 +225,7 @@ class ResumableDataset(ReducibleDataset):
 
     _dataset: Dataset
     # Epoch and position of the next iteration.
-    _next = (0, 0)
+    _next = EpochPlace(0, 0)
     # Position of the latest iteration, if one began since the start or last restore.
     _latest: EpochPlace | None = None
 
@@ -242,37 +249,44 @@ class ResumableDataset(ReducibleDataset):
 
     @epoch.setter
     def epoch(self, value: int) -> None:
-        self._next, self._latest = (int(value), 0), None
+        self._next, self._latest = EpochPlace(int(value), 0), None
 
     def _begin_at(self, place: EpochPlace) -> None:
         # Advance now: if the loop ends early, the next loop must not repeat its epoch.
-        self._next, self._latest = (place.epoch + 1, 0), place
+        self._next, self._latest = EpochPlace(place.epoch + 1, 0), place
 
     def state(self) -> dict[str, int]:
         """Return the position of the latest iteration.
 
-        Not collective; the same on every replica after the same step.
+        Not collective; the same on every replica after the same step. The position is
+        after the last batch that ``next()`` has returned: if ``next()`` raised an error
+        for a batch, the position is before this batch until ``next()`` returns another.
 
         Returns
         -------
         dict of str to int
             ``epoch``, ``global_position`` (number of examples that all replicas have
             read in the epoch; for a stream, of steps), ``shuffle_seed``, ``num_rows``
-            (-2 if not known), ``order_version``, and for a stream ``num_parts``.
+            (-2 if not known), ``order_version``, ``order_digest`` (hash of the methods
+            that determine the row at each position), and for a stream ``num_parts`` and
+            ``num_failed`` (how many of the steps raised errors).
         """
-        epoch, position = self._next
-        if self._latest is not None:
-            epoch, position = self._latest.epoch, self._latest.position
+        place = self._latest or self._next
         return {
-            "epoch": epoch,
-            "global_position": position,
+            "epoch": place.epoch,
+            "global_position": place.position,
             "shuffle_seed": self._dataset.seed,
             "num_rows": self.num_rows,
             "order_version": ORDER_VERSION,
-            **self._more_state(),
+            "order_digest": self._order_digest,
+            **self._more_state(place),
         }
 
-    def _more_state(self) -> dict[str, int]:
+    @functools.cached_property
+    def _order_digest(self) -> int:
+        return digest_of([self._dataset.stage.order_words()])
+
+    def _more_state(self, place: EpochPlace) -> dict[str, int]:
         """Return entries that a subclass adds to the state, such as ``num_parts``."""
         return {}
 
@@ -289,19 +303,27 @@ class ResumableDataset(ReducibleDataset):
         Raises
         ------
         ValueError
-            If the state belongs to another data set, or to another division of its
-            files.
+            If the state belongs to another data set, to other methods that determine
+            the order of rows, or to another division of files.
         """
         own = self.state()
-        for key in ("num_rows", "shuffle_seed", *self._more_state()):
-            if int(state.get(key, 0)) != own[key]:
-                advice = "restore with the data set that was saved"
+        for key in ("num_rows", "shuffle_seed", "num_parts"):
+            if key in own and int(state.get(key, 0)) != own[key]:
+                advice = _RESTORE
                 if key == "num_parts":
                     advice += ", with as many ranks, as each worker reads its own files"
                 raise ValueError(
                     f"expected the position in a data set with {key} {own[key]}, found "
                     f"{state.get(key)}; {advice}"
                 )
+        # States of older versions have no digest.
+        if int(state.get("order_digest", self._order_digest)) != self._order_digest:
+            words = self._dataset.stage.order_words()
+            raise ValueError(
+                f"expected the position in a data set of {words}, found one of a data "
+                "set whose methods or files differ, so that its positions have other "
+                f"rows; {_RESTORE}, or set epoch to begin an epoch"
+            )
 
     def restore_state(self, state: dict[str, int]) -> None:
         """Make the next iteration continue at a saved position.
@@ -319,7 +341,11 @@ class ResumableDataset(ReducibleDataset):
             If the state belongs to another data set.
         """
         self.check_state(state)
-        self._next = (int(state["epoch"]), int(state["global_position"]))
+        self._next = EpochPlace(
+            int(state["epoch"]),
+            int(state["global_position"]),
+            int(state.get("num_failed", 0)),
+        )
         self._latest = None
         self._keep_order(int(state.get("order_version", 1)))
 

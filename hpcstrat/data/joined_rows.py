@@ -133,9 +133,8 @@ class ConcatenatedRows(_JoinedRows):
             if inside.size:
                 yield rows, _inner(flat[inside] - offset, places), epoch, inside
 
-    def describe(self) -> str:
-        first, second = self.parents
-        return f"({first.describe()}, then {second.describe()})"
+    def told(self, parents: Sequence[str]) -> str:
+        return f"({', then '.join(parents)})"
 
 
 class MixedRows(_JoinedRows):
@@ -200,10 +199,10 @@ class MixedRows(_JoinedRows):
     def spec(self) -> Tree:
         return self.parents[0].spec()
 
-    def describe(self) -> str:
+    def told(self, parents: Sequence[str]) -> str:
         parts = ", ".join(
-            f"{quota}/{_WINDOW_ROWS} of {parent.describe()}"
-            for quota, parent in zip(self._quotas, self.parents, strict=True)
+            f"{quota}/{_WINDOW_ROWS} of {parent}"
+            for quota, parent in zip(self._quotas, parents, strict=True)
         )
         return f"a mix by seed {self._seed} of ({parts})"
 
@@ -247,5 +246,5 @@ class ZippedRows(Rows):
     def spec(self) -> Tree:
         return unflatten(self._structure, [parent.spec() for parent in self.parents])
 
-    def describe(self) -> str:
-        return f"({' beside '.join(parent.describe() for parent in self.parents)})"
+    def told(self, parents: Sequence[str]) -> str:
+        return f"({' beside '.join(parents)})"

@@ -186,7 +186,9 @@ class Lineage:
 
 def rows_of_names(files: Sequence[str]) -> Stage:
     """Return a stage whose elements are these file names."""
-    return SourceRows(Columns(*flatten(np.array(files, np.str_))))
+    rows = SourceRows(Columns(*flatten(np.array(files, np.str_))))
+    rows.paths = files
+    return rows
 
 
 def _hinted(parent: Stage) -> Stage:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from hpcstrat.data.batches import (
 )
 from hpcstrat.data.comparing import END, Sighting, digest, show
 from hpcstrat.data.dataset import Dataset
-from hpcstrat.data.elements import CallIterator
+from hpcstrat.data.elements import CallIterator, call_program
 from hpcstrat.data.iterator import EpochPlace
 from hpcstrat.data.placing import packed
 from hpcstrat.engine.options import AutoShardPolicy, InputContext
@@ -31,6 +31,7 @@ __all__ = [
     "BATCH",
     "DIFFERENT",
     "FINISHED",
+    "LAST",
     "Pipeline",
     "PipelinePlace",
     "PipelineStep",
@@ -41,6 +42,9 @@ __all__ = [
 
 FINISHED, DIFFERENT, BATCH = range(3)
 """Outcomes of a step: the data have ended, the workers' batches differ, a batch."""
+
+LAST = object()
+"""Result of `Pipeline.pull` at the end of the data."""
 
 # States of a replica in a step, in this order: its worker stops the iteration; its data
 # ended without any element; its data ended after some elements; it has a batch.
@@ -129,8 +133,8 @@ class Pipeline:
         self._steps = steps
         self._place = place
         self._every = every
-        self._position = position
-        self._skips = position.position
+        # Where the iteration begins; a copy, because the position will advance.
+        self._begin = dataclasses.replace(position)
         self._running: Iterator[Any] | None = None
         # This worker's step, kept until all other workers have made theirs.
         self._kept: PipelineStep | None = None
@@ -172,7 +176,7 @@ class Pipeline:
         if shared:
             found = self._cut(found, number)
         missing = _ENDED
-        if found is None:
+        if found is LAST:
             found = [None] * len(place.replicas)
         elif not self._form:
             first = next((part for part in found if part is not None), None)
@@ -193,30 +197,37 @@ class Pipeline:
         return PipelineStep(parts, both)
 
     def pull(self) -> Any:
-        """Return the next result of ``cut(source)``, or None at its end."""
+        """Return the next result of ``cut(source)``, or `LAST` at its end."""
         if self._running is None:
             source = self._steps.source
-            try:
-                if isinstance(source, Dataset):
-                    source.epoch = self._position.epoch
-                self._running = self._steps.cut(source)
-            except StopIteration as error:
-                # This StopIteration is an error, not the end of the data (see PEP 479).
-                raise RuntimeError(
-                    "expected an iterator, found that its creation raised "
-                    "StopIteration; raise another error"
-                ) from error
-            for _ in range(self._skips):
-                # A step that failed before the checkpoint may fail again: skip it, too.
-                with contextlib.suppress(Exception):
-                    next(self._running, None)
-        return next(self._running, None)
+            if isinstance(source, Dataset):
+                source.epoch = self._begin.epoch
+            running = call_program(self._steps.cut, source)
+            self._skip(running)
+            self._running = running
+        return next(self._running, LAST)
 
-    def _cut(self, element: Any, number: int) -> list[Tree] | None:
-        """Cut a batch that all workers read, and hash it; return None at the end."""
+    def _skip(self, running: Iterator[Any]) -> None:
+        """Skip the steps before the position at which this iteration continues."""
+        begin = self._begin
+        # A step that failed before the checkpoint may fail again. It counts if all
+        # pipelines left it out, but not if the other pipelines kept their parts of it.
+        all_count = self._steps.shared or self._place.leaders is None
+        left = begin.position - (0 if all_count else begin.failed)
+        for _ in range(begin.position):
+            if not left:
+                break
+            try:
+                next(running, LAST)
+                left -= 1
+            except Exception:
+                left -= all_count
+
+    def _cut(self, element: Any, number: int) -> Any:
+        """Cut a batch that all workers read, and hash it; return `LAST` at the end."""
         self._mark, self._seen = _UNSEEN, None
-        batch, parts, place = None, None, self._place
-        if element is not None:
+        batch, parts, place = None, LAST, self._place
+        if element is not LAST:
             batch = as_batch(element)
             parts = pieces_of(batch, place.num_replicas, place.replicas)
             if not number and not place.replica_id:
@@ -320,11 +331,12 @@ def function_steps(
     count = place.num_replicas
     if per_replica:
         contexts = [InputContext(count, replica, count) for replica in place.own]
-        datasets = [dataset_fn(context) for context in contexts]
+        datasets = [call_program(dataset_fn, context) for context in contexts]
         if len(datasets) == 1:
             return Steps(datasets[0], _alone)
         return Steps(datasets, _side_by_side)
-    dataset = dataset_fn(InputContext(place.num_workers, place.worker_id, count))
+    context = InputContext(place.num_workers, place.worker_id, count)
+    dataset = call_program(dataset_fn, context)
     return Steps(dataset, lambda batches: deal_elements(batches, len(place.replicas)))
 
 
@@ -333,10 +345,10 @@ def _side_by_side(pipelines: Iterable[Iterable[Any]]) -> Iterator[list[Tree]]:
     iterators = [iter(pipeline) for pipeline in pipelines]
 
     def step() -> list[Tree]:
-        elements = [next(iterator, None) for iterator in iterators]
-        if all(element is None for element in elements):
+        elements = [next(iterator, LAST) for iterator in iterators]
+        if all(element is LAST for element in elements):
             raise StopIteration
-        return [None if one is None else as_batch(one) for one in elements]
+        return [None if one is LAST else as_batch(one) for one in elements]
 
     return CallIterator(step)
 

@@ -22,7 +22,7 @@ from hpcstrat.data.rows import Rows, Stage
 from hpcstrat.data.streams import Stream
 from hpcstrat.engine.typing import Tree
 
-__all__ = ["ReadAhead", "read_ahead", "read_batches_ahead", "read_rows"]
+__all__ = ["ReadAhead", "read_ahead", "read_batches_ahead"]
 
 _MOST_THREADS = 4
 
@@ -168,9 +168,10 @@ def read_ahead(parent: Stage, depth: int) -> Stage:
         return ReadAhead(itertools.repeat(lambda: next(elements)), depth, 1)
 
     return Stream(
-        parent.describe(),
+        "",
         start,
         parent.spec,
+        parents=[parent],
         cardinality=parent.cardinality,
         size=parent.batch_size,
     )
@@ -187,15 +188,3 @@ def read_batches_ahead(
             start = stage.stop(start)
 
     return ReadAhead(calls(position), depth, _num_readers(depth))
-
-
-def read_rows(stage: Batched, epoch: int, start: int, first: int, last: int) -> Tree:
-    """Read rows of the batch at ``start``; RuntimeError in place of StopIteration."""
-    try:
-        return stage.read(epoch, start, first, last)
-    except StopIteration as error:
-        # This StopIteration is an error, and must not end the epoch (see PEP 479).
-        raise RuntimeError(
-            "expected rows, found that a column raised StopIteration; raise another "
-            "error"
-        ) from error

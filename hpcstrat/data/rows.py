@@ -24,6 +24,7 @@ from hpcstrat.data.elements import (
     spec_of,
     stack,
 )
+from hpcstrat.data.file_lists import digest_of, names_of
 from hpcstrat.data.order import Order, Permutation, generator_of
 from hpcstrat.data.sources import Columns
 from hpcstrat.engine.arrays.kinds import is_device
@@ -78,6 +79,8 @@ class Stage:
     # The stages that this stage reads, and its own words for `describe`.
     parents: Sequence[Any] = ()
     words = ""
+    # Paths of files that this stage itself names or reads, if it has a list of them.
+    paths: Sequence[str] = ()
 
     def iterate(self, epoch: int) -> Iterator[Tree]:
         """Return an iterator over an epoch, which continues after an error."""
@@ -89,7 +92,24 @@ class Stage:
 
     def describe(self) -> str:
         """Describe the stage; the text must be equal on all ranks."""
-        return ", ".join([*(each.describe() for each in self.parents), self.words])
+        return self.told([each.describe() for each in self.parents])
+
+    def order_words(self) -> str:
+        """Describe which row of the source has which position.
+
+        A saved position is valid for all stages with an equal text. The functions of
+        `map`, and the size of batches with random access, are not part of the text.
+        """
+        return self.told([each.order_words() for each in self.parents])
+
+    def told(self, parents: Sequence[str]) -> str:
+        """Describe the stage, given descriptions of its parents."""
+        return ", ".join(text for text in (*parents, self.words) if text)
+
+    def files(self) -> list[str]:
+        """Describe the files of the elements, in order; equal on all ranks."""
+        own = names_of(self.paths)
+        return own + [file for each in self.parents for file in each.files()]
 
     def is_on_gpu(self) -> bool:
         """Return whether elements are read on a GPU, in the program's stream."""
@@ -187,6 +207,10 @@ class SourceRows(Rows):
         self.columns = columns
         self.cardinality = columns.num_rows
         self.words = columns.describe()
+
+    def order_words(self) -> str:
+        names = f" of names ({digest_of(self.files()):x})" if self.paths else ""
+        return f"{self.cardinality} rows{names}"
 
     def read(self, places: Places, epoch: int) -> Tree:
         """Read rows; a slice of a NumPy array is returned as a read-only view."""
@@ -328,6 +352,9 @@ class MappedRows(_RowsOfParent):
 
     def homes(self, places: Places, epoch: int) -> Array:
         return self.parent.homes(places, epoch)
+
+    def order_words(self) -> str:
+        return self.parent.order_words()
 
     def elements(self, places: Places, epoch: int) -> list[Tree]:
         numbers, rows = as_places(places).tolist(), self.parent.elements(places, epoch)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcstrat.data.elements import stack
+from hpcstrat.data.elements import call_program, stack
 from hpcstrat.engine.arrays.kinds import as_array, is_device
 from hpcstrat.engine.hdf5_files import datasets_of
 from hpcstrat.engine.tree import flatten, is_leaf, unflatten
@@ -116,9 +117,9 @@ class _Items:
         # Torch and Hugging Face data sets may have this method, which is faster.
         at_once = getattr(self._items, "__getitems__", None)
         found = (
-            at_once(indices)
+            call_program(at_once, indices)
             if at_once and indices
-            else map(self._items.__getitem__, indices)
+            else [call_program(self._items.__getitem__, index) for index in indices]
         )
         items = []
         for index, item in zip(indices, found, strict=True):
@@ -165,15 +166,18 @@ def _taken(column: Array, places: Array | slice) -> Array:
 def _read(column: Any, rows: Array | slice) -> Tree:
     if isinstance(column, _Items):
         return column.read(rows)
-    if isinstance(column, np.ndarray) or isinstance(rows, slice):
+    if isinstance(column, np.ndarray):
         part = column[rows]
-        if isinstance(column, np.ndarray) and isinstance(rows, slice):
+        if isinstance(rows, slice):
             # A program that changes a batch in place must not change the data set.
             part = part.view()
             part.flags.writeable = False
-        return part if isinstance(part, np.ndarray) else as_array(part)
+        return part
+    get = partial(call_program, column.__getitem__)
+    if isinstance(rows, slice):
+        return as_array(get(rows))
     if not rows.size:
-        return as_array(column[0:0])
+        return as_array(get(slice(0, 0)))
     if type(column).__module__.startswith("h5py"):
         # HDF5 reads slices of adjacent rows 10 times as fast as a list of rows.
         increasing, places = np.unique(rows, return_inverse=True)
@@ -184,7 +188,7 @@ def _read(column: Any, rows: Array | slice) -> Tree:
         whole: Array = np.concatenate(parts)
         return whole[places]
     # A Python sequence can be indexed only by single integers.
-    return as_array([column[int(row)] for row in rows])
+    return as_array([get(int(row)) for row in rows])
 
 
 def open_source(source: Any) -> Columns:

@@ -10,7 +10,6 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from operator import methodcaller
 from typing import Any
 
@@ -20,12 +19,17 @@ from hpcstrat.data.elements import (
     ArraySpec,
     CallIterator,
     as_element,
+    call_program,
     call_with,
+    code_words,
     made_spec,
     merged_spec,
+    name_of,
+    probed,
     require_same_structure,
     spec_of,
 )
+from hpcstrat.data.file_lists import digest_of, names_of
 from hpcstrat.data.files.open_files import OpenFiles
 from hpcstrat.data.order import generator_of
 from hpcstrat.data.rows import INFINITE, UNKNOWN, Stage, epoch_of_repetition
@@ -69,14 +73,21 @@ class Stream(Stage):
         start: Callable[[int], Iterator[Tree]],
         spec: Callable[[], Tree],
         *,
+        parents: Sequence[Stage] = (),
         cardinality: int = UNKNOWN,
         size: int | None = None,
     ) -> None:
         self.words = words
+        self.parents = parents
         self._start = start
         self._spec = spec
         self.cardinality = cardinality
         self.batch_size = size
+
+    def told(self, parents: Sequence[str]) -> str:
+        if len(parents) < 2:
+            return super().told(parents)
+        return f"{self.words} of ({', '.join(parents)})"
 
     def iterate(self, epoch: int) -> Iterator[Tree]:
         return self._start(epoch)
@@ -99,14 +110,13 @@ class Stream(Stage):
         """
         if spec is None:
             options["size"] = parent.batch_size
-        made = cls(
+        return cls(
             words,
             lambda epoch: start(parent.iterate(epoch), epoch),
             spec or parent.spec,
+            parents=[parent],
             **options,
         )
-        made.parents = [parent]
-        return made
 
 
 def mapped(parent: Stage, function: Callable[..., Any], seed: int | None) -> Stream:
@@ -124,7 +134,7 @@ def mapped(parent: Stage, function: Callable[..., Any], seed: int | None) -> Str
 
     return Stream.after(
         parent,
-        "mapped",
+        "mapped" if seed is None else f"mapped with seed {seed}",
         start,
         lambda: made_spec(parent, lambda element: spec_of(made(element, 0, 0))),
         cardinality=parent.cardinality,
@@ -155,10 +165,20 @@ def generated(
         return unflatten(structure, list(map(_typed, leaves, wanted)))
 
     def spec() -> Tree:
-        return made_spec(stream, spec_of) if signature is None else signature
+        if signature is not None:
+            return signature
+        found, _ = probed(start(0), spec_of)
+        if not found:
+            raise ValueError(
+                f"expected elements from the generator {name_of(function)}, which show "
+                "the shapes and dtypes, found none; pass output_signature"
+            )
+        return merged_spec(found)
 
-    stream = Stream("a generator", lambda _: map(convert, iter(function(*args))), spec)
-    return stream
+    def start(_: int) -> Iterator[Tree]:
+        return map(convert, call_program(iter, call_program(function, *args)))
+
+    return Stream(f"a generator by {code_words(function)}", start, spec)
 
 
 def _typed(leaf: Any, spec: Any) -> Any:
@@ -204,7 +224,8 @@ def buffered(parent: Stage, size: int | None, seed: int, reshuffles: bool) -> St
 
         return CallIterator(step)
 
-    words = f"shuffled by seed {seed}"
+    words = f"shuffled by seed {seed} through a buffer of {size or 'all'}"
+    words += "" if reshuffles else ", always the same"
     return Stream.after(parent, words, start, cardinality=parent.cardinality)
 
 
@@ -265,9 +286,10 @@ def repeated(parent: Stage, count: int) -> Stream:
         return _chained(map(parent.iterate, epochs), ends_if_empty=True)
 
     return Stream(
-        f"{parent.describe()}, {count} times",
+        f"{count} times",
         start,
         parent.spec,
+        parents=[parent],
         cardinality=cardinality,
         size=parent.batch_size,
     )
@@ -339,12 +361,13 @@ def _picked(
 
 def selected(parent: Stage, function: Callable[..., Any]) -> Stream:
     """Return the elements for which a function is true."""
-    return _picked(parent, "filtered", filter, function)
+    return _picked(parent, f"filtered by {code_words(function)}", filter, function)
 
 
 def taken_while(parent: Stage, function: Callable[..., Any]) -> Stream:
     """Return the elements before the first one for which a function is false."""
-    return _picked(parent, "up to a condition", itertools.takewhile, function)
+    words = f"up to the end of {code_words(function)}"
+    return _picked(parent, words, itertools.takewhile, function)
 
 
 def text_lines(paths: Sequence[str]) -> Stream:
@@ -376,7 +399,10 @@ def text_lines(paths: Sequence[str]) -> Stream:
         return CallIterator(step)
 
     spec = ArraySpec((), np.dtype(np.str_))
-    return Stream(f"lines of {len(paths)} files", start, lambda: spec)
+    words = f"lines of {len(paths)} files ({digest_of(names_of(paths)):x})"
+    stream = Stream(words, start, lambda: spec)
+    stream.paths = paths
+    return stream
 
 
 def interleaved(
@@ -425,7 +451,8 @@ def interleaved(
 
     return Stream.after(
         parent,
-        "interleaved",
+        f"interleaved by {code_words(function)}, {cycle_length} in blocks of "
+        f"{block_length}",
         start,
         lambda: made_spec(parent, lambda element: made(element).spec()),
     )
@@ -466,10 +493,6 @@ def _same_spec(parents: Sequence[Stage]) -> Callable[[], Tree]:
     return lambda: merged_spec(specs)
 
 
-def _listed(parents: Sequence[Stage], between: str = ", ") -> str:
-    return between.join(parent.describe() for parent in parents)
-
-
 def chosen(parents: Sequence[Stage], choices: Stage, stop_on_empty: bool) -> Stream:
     """Return the next element of ``parents[number]`` for each number in ``choices``."""
 
@@ -477,7 +500,8 @@ def chosen(parents: Sequence[Stage], choices: Stage, stop_on_empty: bool) -> Str
         sources = [parent.iterate(epoch) for parent in parents]
         return _chosen(choices.iterate(epoch), sources, stop_on_empty)
 
-    return Stream(f"a choice of ({_listed(parents)})", start, _same_spec(parents))
+    words = f"a choice {'to the end of one' if stop_on_empty else 'to all ends'}"
+    return Stream(words, start, _same_spec(parents), parents=[choices, *parents])
 
 
 def sampled(
@@ -507,7 +531,9 @@ def sampled(
         sources = [parent.iterate(epoch) for parent in drawn]
         return _chosen(choices, sources, stop_on_empty)
 
-    return Stream(f"a sample of ({_listed(parents)})", start, _same_spec(parents))
+    words = f"a sample by seed {seed}, by weights {shares.tolist()},"
+    words += f" {'to the end of one' if stop_on_empty else 'to all ends'}"
+    return Stream(words, start, _same_spec(parents), parents=parents)
 
 
 def zipped(parents: Tree) -> Stream:
@@ -518,13 +544,31 @@ def zipped(parents: Tree) -> Stream:
     shortest = min((n for n in lengths if n != INFINITE), default=INFINITE)
 
     def start(epoch: int) -> Iterator[Tree]:
-        rows = zip(*(stage.iterate(epoch) for stage in stages), strict=False)
-        return map(partial(unflatten, structure), map(list, rows))
+        iterators = [stage.iterate(epoch) for stage in stages]
+
+        def step() -> Tree:
+            row: list[Tree] = []
+            failure: Exception | None = None
+            for iterator in iterators:
+                # After an error, advance the other iterators, too, so that elements
+                # after it are still combined with those at the same place.
+                try:
+                    row.append(next(iterator))
+                except StopIteration as end:
+                    raise failure or end from None
+                except Exception as error:
+                    failure = failure or error
+            if failure is not None:
+                raise failure
+            return unflatten(structure, row)
+
+        return CallIterator(step)
 
     return Stream(
-        f"({_listed(stages, ' beside ')})",
+        "one element of each",
         start,
         lambda: unflatten(structure, [stage.spec() for stage in stages]),
+        parents=stages,
         cardinality=shortest,
     )
 
@@ -537,9 +581,10 @@ def concatenated(first: Stage, second: Stage) -> Stream:
     cardinality = unknown if min(lengths) < 0 else sum(lengths)
     sizes = {stage.batch_size for stage in both}
     return Stream(
-        f"({_listed(both, ', then ')})",
+        "a concatenation",
         lambda epoch: _chained(map(methodcaller("iterate", epoch), both)),
         _same_spec(both),
+        parents=both,
         cardinality=cardinality,
         size=sizes.pop() if len(sizes) == 1 else None,
     )

@@ -98,10 +98,10 @@ class ContiguousColumn:
                 "that the file ends before it; write it again, and make the data set "
                 "again"
             )
-        if self._stored != self.dtype and places is None:
-            out.byteswap(inplace=True)
-        elif self._stored != self.dtype:
-            out[places] = out[places].byteswap()
+        if self._stored != self.dtype:
+            # Convert by values, because fields may differ in their byte order.
+            where = slice(None) if places is None else places
+            out[where] = out[where].view(self._stored)
 
 
 def _read_rows(  # noqa: PLR0917 - arguments of the compiled one

@@ -85,6 +85,10 @@ class OpenFiles:
         if path not in self._seen:
             self._seen[path] = _State.of(os.stat(path))
 
+    def size(self, path: str) -> int:
+        """Return the number of bytes that a file had at its `note`."""
+        return self._seen[path].size
+
     def get(self, path: str) -> _Descriptor:
         """Return the open file, which stays open as long as the caller refers to it."""
         return self._get(path, _Descriptor)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from hpcstrat.data.files.arrow import ArrowLayout
 from hpcstrat.data.files.columns import (
     Column,
     ContiguousColumn,
@@ -133,8 +134,13 @@ def _chunk_folders(folder: str) -> tuple[list[str], dict[int, list[str]]]:
     return shared, own
 
 
-def parquet_columns(path: str, cache: SlabCache) -> dict[str, Column]:
-    """Return the columns of a Parquet file; ``pyarrow`` must be installed."""
+def parquet_columns(
+    path: str, cache: SlabCache, choose: Callable[[dict[str, Any]], dict[str, Any]]
+) -> dict[str, Column]:
+    """Return columns of a Parquet file; ``pyarrow`` must be installed.
+
+    ``choose`` selects columns from a mapping of names to types.
+    """
     try:
         from pyarrow import parquet
     except ImportError as error:
@@ -146,68 +152,52 @@ def parquet_columns(path: str, cache: SlabCache) -> dict[str, Column]:
             f"expected a Parquet file at {path}, found one that pyarrow cannot open: "
             f"{error}; check that it was written to its end"
         ) from error
-    metadata = file.metadata
-    sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-    starts = np.cumsum([0, *sizes])[:-1] if sizes else np.zeros(1, np.int64)
-    found: dict[str, Column] = {}
-    for name in file.schema_arrow.names:
-        load = partial(_read_group, path, name)
-        first = _no_rows(file.schema_arrow.field(name).type)
-        if first is None:
-            # Read the first row group: its first list sets the length of all lists.
-            first = load(0) if sizes else np.empty((0, 0))
-        found[name] = SlabColumn(
-            cache,
-            (path, name),
-            starts,
-            load,
-            num_rows=metadata.num_rows,
-            shape=first.shape[1:],
-            dtype=first.dtype,
-            how=f"through pyarrow, row groups of up to {max(sizes, default=0)} rows",
-        )
+    with file:
+        metadata, schema = file.metadata, file.schema_arrow
+        sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+        starts = np.cumsum([0, *sizes])[:-1] if sizes else np.zeros(1, np.int64)
+        how = f"through pyarrow, row groups of up to {max(sizes, default=0)} rows"
+        found: dict[str, Column] = {}
+        for name, kind in choose({each.name: each.type for each in schema}).items():
+            if schema.names.count(name) > 1:
+                raise ValueError(
+                    f"expected one column {name!r} in {path}, found "
+                    f"{schema.names.count(name)} of this name; rename them, or choose "
+                    "other columns="
+                )
+            place = f"the column {name!r} of {path}"
+            layout = ArrowLayout(kind, place, _first_row(file, name, kind, sizes))
+            found[name] = SlabColumn(
+                cache,
+                (path, name),
+                starts,
+                partial(_read_group, path, name, layout),
+                num_rows=metadata.num_rows,
+                shape=layout.shape,
+                dtype=layout.dtype,
+                how=how,
+            )
     return found
 
 
-def _no_rows(kind: Any) -> Array | None:
-    """Return an array of 0 rows of a type; None if only the data show a row's shape."""
-    import pyarrow
-
-    if pyarrow.types.is_fixed_size_list(kind):
-        inner = np.dtype(kind.value_type.to_pandas_dtype())
-        return np.empty((0, kind.list_size), inner)
-    if pyarrow.types.is_primitive(kind):
-        return np.empty(0, kind.to_pandas_dtype())
-    if pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):
-        return np.empty(0, object)
-    return None
+def _first_row(file: Any, name: str, kind: Any, sizes: list[int]) -> Any:
+    """Return the first row of a column of lists; None if there is none."""
+    if "list" not in str(kind) or not any(sizes):
+        return None
+    group = next(index for index, size in enumerate(sizes) if size)
+    batches = file.iter_batches(1, row_groups=[group], columns=[name])
+    return next(batches).column(name)
 
 
-def _read_group(path: str, name: str, group: int) -> Array:
+def _read_group(path: str, name: str, layout: ArrowLayout, group: int) -> Array:
     """Read one row group of a column of a Parquet file."""
     from pyarrow import parquet
 
     # Open the file in each call, because several threads may read at the same time.
     with parquet.ParquetFile(path) as file:
-        column = file.read_row_group(group, columns=[name]).column(0)
-    if column.null_count:
-        raise ValueError(
-            f"expected a value in each row of {name} of {path}, found "
-            f"{column.null_count} without one in row group {group}; fill them, or "
-            "choose other columns="
-        )
-    values = column.combine_chunks()
-    if hasattr(values, "flatten") and str(values.type).find("list") >= 0:
-        rows = values.flatten().to_numpy(zero_copy_only=False)
-        if len(values) and len(rows) % len(values):
-            raise ValueError(
-                f"expected lists of one length in {name} of {path}, found several; pad "
-                "them when they are written"
-            )
-        lists: Array = rows.reshape(len(values), -1)
-        return lists
-    array: Array = values.to_numpy(zero_copy_only=False)
-    return array
+        # pyarrow may also read columns whose names begin with this name and a dot.
+        column = file.read_row_group(group, columns=[name]).column(name)
+    return layout.rows(column.combine_chunks(), group)
 
 
 def is_zarr(path: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.data.file_lists import digest_of, names_of
 from hpcstrat.data.files.columns import Column, SlabCache
 from hpcstrat.data.files.hdf5 import Hdf5Source, open_hdf5
 from hpcstrat.data.files.netcdf import Variable, is_netcdf, variables_of
@@ -29,6 +30,7 @@ from hpcstrat.engine.typing import Array, Tree
 __all__ = ["FileRows", "files_of", "matching_files"]
 
 _SHOWN = 6
+_PARQUET = (".parquet", ".pq")
 
 
 def files_of(paths: Any) -> list[str]:
@@ -65,7 +67,11 @@ def matching_files(patterns: Any) -> list[str]:
     """Return the files that match patterns, sorted; FileNotFoundError if none does."""
     if isinstance(patterns, (str, os.PathLike)):
         patterns = [patterns]
-    found = {name for pattern in patterns for name in glob.glob(os.fspath(pattern))}
+    found = {
+        name
+        for path in map(os.fspath, patterns)
+        for name in ([path] if os.path.exists(path) else glob.glob(path))
+    }
     if not found:
         raise FileNotFoundError(
             f"expected files, found none that match {list(map(str, patterns))}; check "
@@ -125,10 +131,11 @@ class FileRows(Rows):
         self._dimension, self._decode = dimension, decode
         wanted = [columns] if isinstance(columns, str) else columns
         opened = [self._open(path, wanted) for path in self.paths]
-        first = opened[0]
-        for other in opened[1:]:
+        # A file without rows may not show the lengths of its lists.
+        first = next((file for file in opened if file.num_rows), opened[0])
+        for other in opened:
             _require_alike(first, other)
-        self._parts = opened
+        self._parts, self._first = opened, first
         self._starts = np.cumsum([0, *(file.num_rows for file in opened)])
         self.cardinality = int(self._starts[-1])
         self._is_bare = isinstance(columns, str) and list(first.columns) == [columns]
@@ -141,11 +148,27 @@ class FileRows(Rows):
             columns = {name: store.column(name) for name in names}
             return _File(path, columns, store.files(names))
         self._files.note(path)
+        if path.endswith(".npz"):
+            raise ValueError(
+                f"expected a file of one array, or of columns, found the archive {path}"
+                "; save each array by numpy.save, or pass numpy.load(PATH)[NAME] to "
+                "Dataset.from_tensor_slices"
+            )
         if path.endswith(".npy"):
+            if wanted is not None:
+                raise ValueError(
+                    f"expected no names of columns for {path}, which has one array, "
+                    f"found {list(wanted)}; leave out columns=, and choose fields by "
+                    "map"
+                )
             return _File(path, _chosen({"": npy_column(path, self._files)}, None, path))
-        if path.endswith((".parquet", ".pq")):
-            found = parquet_columns(path, self._cache)
-            return _File(path, _chosen(found, wanted, path))
+        if path.endswith(_PARQUET):
+            return _File(
+                path,
+                parquet_columns(
+                    path, self._cache, lambda found: _chosen(found, wanted, path)
+                ),
+            )
         with open_hdf5(path) as file:
             try:
                 return self._open_hdf5(file, path, wanted)
@@ -187,7 +210,7 @@ class FileRows(Rows):
         ends = np.searchsorted(rows, self._starts)
         found = {
             name: self._empty((len(rows), *first.shape), first.dtype)
-            for name, first in self._parts[0].columns.items()
+            for name, first in self._first.columns.items()
         }
         for index, file in enumerate(self._parts):
             start, end = int(ends[index]), int(ends[index + 1])
@@ -214,7 +237,7 @@ class FileRows(Rows):
         except (OSError, ValueError, TypeError, LookupError, RuntimeError) as error:
             # A library may have failed because the file has changed.
             self._require_unchanged(file, error)
-            if any(part in str(error) for part in file.parts):
+            if any(part in str(error) for part in (file.path, *file.parts)):
                 raise
             raise ValueError(
                 f"expected rows of {name or 'the array'} in {file.path}, found that "
@@ -237,12 +260,15 @@ class FileRows(Rows):
             return self._memory.empty(shape, dtype)
 
     def columns(self) -> dict[str, Column]:
-        """Return the first file's columns, which have the same types in all files."""
-        return self._parts[0].columns
+        """Return a file's columns, which have the same types in all files."""
+        return self._first.columns
 
     def _structured(self, found: dict[str, Array]) -> Tree:
         if self._is_bare:
             return next(iter(found.values()))
+        if self._first.path.endswith(_PARQUET):
+            # Parquet has no groups: a slash is a part of a name, such as in "m/s".
+            return found
         tree: dict[str, Any] = {}
         for name, array in found.items():
             *groups, last = name.split("/")
@@ -252,10 +278,24 @@ class FileRows(Rows):
             inside[last] = array
         return tree
 
+    def order_words(self) -> str:
+        names = names_of(self.paths)
+        files = [f"{n} {f.num_rows}" for n, f in zip(names, self._parts, strict=True)]
+        return f"{self.cardinality} rows of {len(files)} files ({digest_of(files):x})"
+
+    def files(self) -> list[str]:
+        return [
+            f"{name} of {self._num_bytes(file.path)} bytes with {file.num_rows} rows"
+            for name, file in zip(names_of(self.paths), self._parts, strict=True)
+        ]
+
+    def _num_bytes(self, path: str) -> int | str:
+        return "any" if os.path.isdir(path) else self._files.size(path)
+
     def describe(self) -> str:
         kinds = ", ".join(
             f"{name} {column.dtype}{list(column.shape)}"
-            for name, column in self._parts[0].columns.items()
+            for name, column in self._first.columns.items()
         )
         names = [os.path.basename(path) for path in self.paths]
         shown = ", ".join(names[:2] + (["..."] if len(names) > 2 else []))
@@ -272,7 +312,8 @@ def _chosen(
         return found
     chosen: dict[str, Any] = {}
     for pattern in wanted:
-        names = [name for name in found if fnmatch.fnmatchcase(name, pattern)]
+        # A name may have the characters of a pattern, such as in "temperature [K]".
+        names = [pattern] if pattern in found else fnmatch.filter(found, pattern)
         if not names:
             shown = ", ".join(sorted(found)[: 4 * _SHOWN])
             raise ValueError(
@@ -293,7 +334,8 @@ def _require_alike(first: _File, other: _File) -> None:
         )
     for name, column in first.columns.items():
         found = other.columns[name]
-        if (column.dtype, column.shape) != (found.dtype, found.shape):
+        shape = found.shape if other.num_rows else column.shape
+        if (column.dtype, column.shape) != (found.dtype, shape):
             raise ValueError(
                 f"expected {name} as {column.dtype}{list(column.shape)} in "
                 f"{other.path}, as in {first.path}, found {found.dtype}"

@@ -259,6 +259,36 @@ def test_bad_chains_are_told_what_to_do() -> None:
         list(Dataset.from_generator(lambda: [1.5], output_signature=typed))
 
 
+def test_generators_without_a_signature_are_probed() -> None:
+    def numbers() -> Any:
+        return iter(np.arange(3, dtype=np.float32))
+
+    one = Dataset.from_generator(numbers)
+    spec = ArraySpec((), np.dtype(np.float32))
+    both = one.concatenate(Dataset.from_generator(numbers))
+    sample = Dataset.sample_from_datasets([one, one], seed=1)
+    for chain in (one, both, sample, one.map(lambda x: x * 2), one.batch(2).unbatch()):
+        assert chain.element_spec == spec
+    assert plain(list(both)) == [0, 1, 2, 0, 1, 2]
+    assert sorted(plain(list(sample))) == [0, 0, 1, 1, 2, 2]
+    empty = Dataset.from_generator(lambda: ())
+    for use in (lambda: empty.element_spec, lambda: one.concatenate(empty)):
+        with pytest.raises(ValueError, match="pass output_signature"):
+            use()
+    assert list(empty.batch(2)) == []
+
+
+def test_parts_of_a_zip_stay_together_behind_an_error() -> None:
+    def no_three(x: Any) -> Any:
+        if x == 3:
+            raise ValueError("three")
+        return x
+
+    stream = Dataset.range(6).filter(lambda x: True)
+    zipped = Dataset.zip((stream.map(no_three), stream)).ignore_errors()
+    assert plain(list(zipped)) == [(i, i) for i in (0, 1, 2, 4, 5)]
+
+
 def readers() -> list[str]:
     """Return the prefetching threads."""
     return [t.name for t in threading.enumerate() if "hpcstrat-reader" in t.name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -118,6 +119,118 @@ def test_chains_are_those_of_one_process_and_go_on_anywhere(
             break
         time.sleep(0.01)
     assert not names
+
+
+SIZES = (2, 3, 4, 6)
+KEPT: Any = {2: lambda x: x % 2 != 1, 3: lambda x: x % 3 != 1}
+
+
+def recipe(chance: random.Random) -> list[tuple[str, Any]]:
+    """Return the names and arguments of a random chain's methods."""
+    steps: list[tuple[str, Any]] = []
+    for name in chance.sample(["shuffle", "take", "skip", "repeat"], 2):
+        steps.append((name, chance.choice([2, 20])))
+    if chance.random() < 0.4:
+        kinds = ["filter", "interleave", "sample", "rebatch", "zip", "concatenate"]
+        steps.append((chance.choice(kinds), chance.choice([2, 3])))
+    size = chance.choice(SIZES)
+    steps.append(("batch", (size, chance.random() < 0.3)))
+    for name in chance.sample(["map", "prefetch", "repeat", "skip", "take"], 3):
+        # The same number of rows is another number of batches.
+        count = chance.choice([12, 24]) // size
+        batches = chance.choice([2, -1]) if name == "repeat" else count
+        steps.append((name, batches if name != "skip" else batches // 2))
+    return steps
+
+
+def changed(steps: list[tuple[str, Any]], chance: random.Random) -> list[Any]:
+    """Return the recipe with another batch size, and perhaps with other arguments."""
+    size = next(argument[0] for name, argument in steps if name == "batch")
+    other = chance.choice(SIZES)
+    found: list[Any] = []
+    for name, argument in steps:
+        if name == "batch":
+            found.append((name, (other, argument[1])))
+        elif name in ("take", "skip") and ("batch", (other, False)) in found:
+            found.append((name, argument * size // other))
+        elif name in ("map", "prefetch") or chance.random() < 0.9:
+            found.append((name, argument))
+        else:
+            found.append((name, 3))
+    return found
+
+
+def cook(steps: list[tuple[str, Any]]) -> Any:
+    """Return the chain of a recipe."""
+    data = hs.Dataset.range(24)
+    special: dict[str, Any] = {
+        "batch": lambda a: data.batch(*a),
+        "map": lambda _: data.map(lambda x: x),
+        "shuffle": lambda a: data.shuffle(a, seed=1),
+        "filter": lambda a: data.filter(KEPT[a]),
+        "interleave": lambda a: data.interleave(hs.Dataset.from_tensors, a, 1),
+        "sample": lambda a: hs.Dataset.sample_from_datasets([data] * a, seed=a),
+        "rebatch": lambda a: data.batch(a).unbatch(),
+        "zip": lambda a: hs.Dataset.zip((data, data.skip(a))).map(lambda x, y: x + y),
+        "concatenate": lambda a: data.concatenate(hs.Dataset.range(100, 100 + a)),
+    }
+    for name, argument in steps:
+        make = special.get(name)
+        data = make(argument) if make else getattr(data, name)(argument)
+    return data
+
+
+@pytest.mark.parametrize("seed", seeds(120))
+def test_another_chain_continues_exactly_or_is_refused(
+    make_strategy: Any, job: Any, seed: int
+) -> None:
+    """Rows before a saved position and after it are the rows of the second chain."""
+    chance = random.Random(seed)
+    steps = recipe(chance)
+    others = changed(steps, chance)
+    with make_strategy() as strategy:
+        data = strategy.experimental_distribute_dataset(cook(steps))
+        count = chance.randrange(6)
+        found = gathered(strategy, job, iter(data), count)
+        if len(found) < count:
+            # The first epoch has ended.
+            found = []
+        state = data.state()
+    fewer = chance.randrange(1, job.size + 1)
+    comm = job.Split(0 if job.rank < fewer else 1, job.rank)
+    if job.rank < fewer:
+        with make_strategy(comm=comm) as strategy:
+            again = strategy.experimental_distribute_dataset(cook(others))
+            error = outcome(again.restore_state, state)
+            assert error is None or steps != others, error
+            assert error is None or "restore with the data set" in str(error), error
+            if error is None:
+                rest = gathered(strategy, comm, iter(again), 50)
+                before, after = joined(map(joined, found)), joined(map(joined, rest))
+                chain = cook(others)
+                chain.epoch = state["epoch"]
+                whole = [r for b in itertools.islice(chain, 100) for r in b.tolist()]
+                # Each of 50 batches has a row, or the epoch has ended.
+                assert (before + after)[:50] == whole[:50], (steps, others)
+    comm.Free()
+    job.Barrier()
+
+
+def test_a_take_of_other_batches_has_the_same_rows(strategy: Any, job: Any) -> None:
+    chain = hs.Dataset.range(30).batch(4).take(3)
+    data = strategy.experimental_distribute_dataset(chain)
+    next(iter(data))
+    for batch, count, rest in ((3, 4, [3, 3, 2]), (5, 3, None), (4, 2, None)):
+        other = hs.Dataset.range(30).batch(batch).take(count)
+        again = strategy.experimental_distribute_dataset(other)
+        if rest is None:
+            with pytest.raises(ValueError, match="restore with the data set"):
+                again.restore_state(data.state())
+            continue
+        again.restore_state(data.state())
+        found = gathered(strategy, job, iter(again), 99)
+        assert [len(joined(step)) for step in found] == rest
+        assert joined(map(joined, found)) == list(range(4, 12))
 
 
 @pytest.mark.parametrize("ahead", [1, 4])

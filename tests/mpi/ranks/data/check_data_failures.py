@@ -67,19 +67,166 @@ def test_bad_rows_are_skipped_with_their_batch_by_all(
         assert_usable(strategy, job)
 
 
-def test_position_is_behind_the_batch_that_failed(make_strategy: Any, job: Any) -> None:
+CHAINS = ["rows", "stream", "own"]
+
+
+def failing_chain(kind: str, bad: set[int]) -> Any:
+    """Return a chain that raises an error for the rows in ``bad``.
+
+    With ``own``, each worker reads the stream by itself, for its own replicas.
+    """
+
+    def fail(x: Any) -> Any:
+        if int(x) in bad:
+            raise OSError(f"row {x}")
+        return x
+
+    dataset = hs.Dataset.range(24).map(fail)
+    if kind != "rows":
+        dataset = dataset.filter(lambda x: True)
+    if kind == "own":
+        dataset = dataset.with_options(hs.data.DatasetOptions("off"))
+    return dataset.batch(4)
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize("kind", CHAINS)
+def test_a_position_saved_after_an_error_loses_no_rows(
+    make_strategy: Any, job: Any, kind: str, ahead: int
+) -> None:
+    """A run that saves when next() fails, and is restored, gets every row."""
+    options = hs.InputOptions(experimental_per_replica_buffer_size=ahead)
     with make_strategy(on_error="raise") as strategy:
-        source = hs.Dataset(Column(12, {5: 0}), 4)
-        distributed = strategy.experimental_distribute_dataset(source)
-        iterator = iter(distributed)
-        kinds = [step_of(strategy, iterator)[0].partition(" ")[0] for _ in range(2)]
-        assert kinds == ["rows", "error"]
-        states = job.allgather(distributed.state())
-        assert {state["global_position"] for state in states} == {8}
-        again = strategy.experimental_distribute_dataset(source)
-        again.restore_state(states[0])
-        left = [rows(strategy, batch) for batch in again]
-        assert joined(joined(job.allgather(left))) == [8, 9, 10, 11]
+
+        def distribute(bad: set[int]) -> Any:
+            chain = failing_chain(kind, bad)
+            return strategy.experimental_distribute_dataset(chain, options)
+
+        whole = [rows(strategy, batch) for batch in distribute(set())]
+        bad = {0, 13, 14}
+        batches = distribute(bad)
+        iterator, found, last = iter(batches), [], batches.state()
+        for _ in range(40):
+            step, own = step_of(strategy, iterator)
+            state = batches.state()
+            if step == "end":
+                break
+            if step == "rows":
+                found.append(own)
+                last = state
+                continue
+            assert job.allgather(state) == [last] * job.size
+            bad.remove(min(bad))
+            batches = distribute(bad)
+            batches.restore_state(state)
+            iterator = iter(batches)
+        assert not bad
+        assert found == whole
+        assert_usable(strategy, job)
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+def test_positions_after_rows_that_fail_again_lose_no_other_rows(
+    make_strategy: Any, job: Any, kind: str
+) -> None:
+    with make_strategy(on_error="raise") as strategy:
+        worker = strategy.topology.worker_id if job.size > 1 else 0
+        bad = {2, 3, 16} if worker % 2 else {6, 16}
+
+        def distribute() -> Any:
+            chain = failing_chain(kind, bad)
+            return strategy.experimental_distribute_dataset(chain)
+
+        batches = distribute()
+        iterator = iter(batches)
+        states, steps = [], []
+        for _ in range(40):
+            steps.append(step_of(strategy, iterator))
+            states.append(batches.state())
+            if steps[-1][0] == "end":
+                break
+        for number, state in enumerate(states[:-1]):
+            again = distribute()
+            again.restore_state(state)
+            # A batch that failed last has not been returned: it is tried again.
+            first = number + 1
+            while first and steps[first - 1][0].startswith("error"):
+                first -= 1
+            rest = iter(again)
+            found = [step_of(strategy, rest) for _ in steps[first:]]
+            assert good_of(found) == good_of(steps[first:]), number
+        assert_usable(strategy, job)
+
+
+def good_of(steps: list[tuple[str, list[int]]]) -> list[list[int]]:
+    return [own for kind, own in steps if kind == "rows"]
+
+
+def stopping(x: Any) -> Any:
+    """Raise StopIteration as ``next`` of an empty iterator does."""
+    return next(iter(())) if int(x) == 5 else x
+
+
+def exiting(x: Any) -> Any:
+    if int(x) == 5:
+        raise GeneratorExit
+    return x
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_a_stop_iteration_of_a_function_is_an_error_on_all(
+    make_strategy: Any, job: Any, ahead: int
+) -> None:
+    """As PEP 479 has it; otherwise the rest of the epoch would be lost."""
+    options = hs.InputOptions(experimental_per_replica_buffer_size=ahead)
+    data, one = hs.Dataset.range(24), hs.Dataset.from_tensors
+    with make_strategy(on_error="raise") as strategy:
+        for f in (stopping, exiting):
+            for chain in (
+                data.map(f).batch(4),
+                data.batch(4).map(lambda x, f=f: [f(y) for y in x]),
+                data.filter(lambda x, f=f: f(x) >= 0).batch(4),
+                data.take_while(lambda x, f=f: f(x) >= 0).batch(4),
+                data.flat_map(lambda x, f=f: one(f(x))).batch(4),
+                hs.Dataset(Stopping(f)).batch(4),
+            ):
+                batches = strategy.experimental_distribute_dataset(chain, options)
+                steps = all_steps(strategy, job, iter(batches), 40)
+                failed = [step for step in steps if isinstance(step[0], str)]
+                assert len(failed) == 1
+                assert any("raise another error in it" in text for text in failed[0])
+                # Elements of the batch before the one that failed are lost, too.
+                assert sum(map(len, map(joined, good(steps)))) >= 19
+        assert_usable(strategy, job)
+
+
+class Stopping:
+    """A sequence whose row 5 calls a function that stops."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, place: Any) -> Any:
+        found = np.arange(24)[place]
+        for row in np.atleast_1d(found):
+            self.function(row)
+        return found
+
+
+def test_a_none_in_an_iterable_is_an_error_and_no_end(
+    make_strategy: Any, job: Any
+) -> None:
+    if job.size == 1:
+        pytest.skip("a program with one replica gets None")
+    elements: list[Any] = [np.arange(6), None, np.arange(6, 12)]
+    with make_strategy(on_error="raise") as strategy:
+        distributed = strategy.experimental_distribute_dataset(elements)
+        steps = all_steps(strategy, job, iter(distributed), 5)
+        assert [isinstance(step[0], str) for step in steps] == [False, True, False]
+        assert joined(steps[2]) == list(range(6, 12))
 
 
 class Elements:

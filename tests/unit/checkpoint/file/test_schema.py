@@ -57,6 +57,7 @@ ITERATOR_ATTRIBUTES = {
     "epoch": INT64,
     "global_position": INT64,
     "num_rows": INT64,
+    "order_digest": INT64,
     "order_version": INT64,
     "shuffle_seed": INT64,
 }
@@ -337,6 +338,7 @@ def test_reader_of_the_specification_reads_it(path: Path) -> None:
     assert values["variables/empty"].shape == (0, 3)
     assert values["optimizer/iterations"] == 1
     assert len(values) == 8
+    assert 0 <= positions["data"].pop("order_digest") < 2**63
     assert positions == {
         "data": {
             "epoch": 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,69 @@ def test_npy_files_that_have_no_rows_are_refused(tmp_path: Path) -> None:
         Dataset.from_files(tmp_path / "text.npy")
 
 
+def _random_dtype(chance: random.Random, depth: int = 0) -> np.dtype[Any]:
+    """Return a dtype whose fields differ in byte order, size and padding."""
+    if depth == 3 or (depth and chance.random() < 0.6):
+        kinds = ["i2", "u4", "i8", "f2", "f8", "c8", "U3", "M8[s]", "S3", "?", "V5"]
+        return np.dtype(chance.choice("<>") + chance.choice(kinds))
+    shapes: list[Any] = [(), (2,), (2, 3)]
+    fields = [
+        (f"f{index}", _random_dtype(chance, depth + 1), chance.choice(shapes))
+        for index in range(chance.randint(1, 4))
+    ]
+    return np.dtype(fields, align=chance.random() < 0.5)
+
+
+def _values(array: Any) -> Any:
+    """Return the values of each field as text, without the padding."""
+    if array.dtype.names:
+        return [_values(array[name]) for name in array.dtype.names]
+    return repr(array.tolist())
+
+
+@pytest.mark.parametrize("reader", ["compiled", "python"])
+@pytest.mark.parametrize("seed", range(20))
+def test_structured_npy_files_are_those_of_numpy(
+    tmp_path: Path, monkeypatch: Any, seed: int, reader: str
+) -> None:
+    if reader == "python":
+        monkeypatch.setattr("hpcstrat.data.files.columns._READER", None)
+    chance, dtype = random.Random(seed), _random_dtype(random.Random(seed))
+    shape = (chance.choice([1, 7, 20]), *chance.choice([(), (2,), (3, 2)]))
+    data = np.arange(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8) % 2
+    array = data.view(dtype).reshape(shape)
+    np.save(tmp_path / "a.npy", array)
+    stage: Any = Dataset.from_files(tmp_path / "a.npy").stage
+    places = np.array([chance.randrange(len(array)) for _ in range(9)])
+    order = np.random.default_rng(seed).permutation(len(array))
+    assert _values(stage.read(slice(0, len(array)), 0)) == _values(array)
+    assert _values(stage.read(places, 0)) == _values(array[places])
+    assert _values(stage.read(order, 0)) == _values(array[order])
+
+
+def test_names_with_characters_of_patterns_are_chosen(tmp_path: Path) -> None:
+    names = ["temperature [K]", "temperature K", "x*", "xy"]
+    path = tmp_path / "columns [1].h5"
+    with h5py.File(path, "w") as file:
+        for number, name in enumerate(names):
+            file[name] = np.arange(3) + 10 * number
+    for number, name in enumerate(names):
+        found = Dataset.from_files(path, name)
+        assert [int(row) for row in found] == [10 * number + i for i in range(3)]
+    several: Any = next(iter(Dataset.from_files(path, ["temperature ?", "x*"])))
+    assert [*several] == ["temperature K", "x*"]
+    assert [*map(str, Dataset.list_files(str(path)))] == [str(path)]
+
+
+def test_archives_and_fields_of_npy_files_are_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.arange(3))
+    np.save(tmp_path / "a.npy", np.arange(3))
+    with pytest.raises(ValueError, match=r"a\.npz.*numpy\.save"):
+        Dataset.from_files(tmp_path / "a.npz")
+    with pytest.raises(ValueError, match="leave out columns="):
+        Dataset.from_files(tmp_path / "a.npy", "x")
+
+
 def test_cold_runs_are_announced_and_rows_stay_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -462,7 +526,7 @@ def test_rows_of_a_folder_of_parquet(tmp_path: Path) -> None:
     assert batch["name"].tolist() == [f"row {row}" for row in places]
     hole = pyarrow.table({"x": [1.0, None]})
     parquet.write_table(hole, tmp_path / "hole.parquet")
-    with pytest.raises(ValueError, match="a value in each row of x"):
+    with pytest.raises(ValueError, match=r"a value in each row .* column 'x'"):
         list(Dataset.from_files(tmp_path / "hole.parquet"))
     (tmp_path / "broken.parquet").write_bytes(b"PAR1")
     with pytest.raises(ValueError, match="pyarrow cannot open"):

@@ -216,3 +216,44 @@ def test_files_of_other_libraries_train(
             error = batch["x"] @ expected - batch["y"]
             expected -= 1e-3 * batch["x"].T @ error / 16
     np.testing.assert_allclose(weights.numpy(), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["rows", "lines", "names"])
+def test_ranks_with_other_files_are_told_apart(
+    strategy: Any, job: Any, tmp_path: Path, kind: str
+) -> None:
+    """Each rank has a folder of its own, as on disks of nodes; names must be equal."""
+
+    def distribute(lengths: dict[str, int]) -> Any:
+        for path in folder.iterdir():
+            path.unlink()
+        for name, length in lengths.items():
+            np.save(folder / name, np.arange(length))
+        paths = [str(folder / name) for name in lengths]
+        if kind == "rows":
+            data = hs.Dataset.from_files(paths)
+        elif kind == "lines":
+            data = hs.Dataset.from_text_files(paths)
+        else:
+            data = hs.Dataset.list_files(paths, shuffle=False)
+        return strategy.experimental_distribute_dataset(data.batch(2))
+
+    folder = tmp_path / f"of-rank-{job.rank}"
+    folder.mkdir()
+    usual = {f"{index}.npy": 3 + index % 2 for index in range(6)}
+    distribute(usual)
+    last = job.rank == job.size - 1
+    other = {("3a.npy" if n == "3.npy" else n): length for n, length in usual.items()}
+    fewer = {name: length for name, length in usual.items() if name != "5.npy"}
+    longer = {**usual, "4.npy": 5}
+    cases = [(other, 3), (fewer, 5), *([(longer, 4)] if kind == "rows" else [])]
+    for changed, index in cases:
+        error = outcome(distribute, changed if last else usual)
+        if job.size == 1:
+            assert error is None, error
+            continue
+        assert isinstance(error, hs.CollectiveError), error
+        assert f"found as file {index}, counted from 0" in str(error)
+        assert all(name in str(error) for name in usual.keys() ^ changed.keys())
+        assert len(error.ranks) < job.size
+    assert_usable(strategy, job)
