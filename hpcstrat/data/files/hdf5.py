@@ -79,7 +79,7 @@ class Hdf5Source:
         # An external link leads to another file.
         self.path, self.name = dataset.file.filename, dataset.name
         if os.path.samefile(self.path, path):
-            self.path, self.name = path, name
+            self.path = path
         self.row_shape = (*dataset.shape[1:], *self.dtype.shape)
         self.is_text = self.dtype.kind == "O"
 

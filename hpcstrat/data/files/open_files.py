@@ -52,6 +52,9 @@ class _Descriptor:
     def __init__(self, path: str) -> None:
         self.number = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
 
+    def close(self) -> None:
+        """Do nothing: another thread may read, and the last reference closes it."""
+
     def __del__(self) -> None:
         number = getattr(self, "number", None)
         if number is not None:
@@ -64,6 +67,13 @@ class OpenHdf5:
     def __init__(self, path: str) -> None:
         self.file = open_for_reading(path)
         self.number = int(self.file.id.get_vfd_handle())
+
+    def close(self) -> None:
+        """Close the file, even if others refer to it, as the traceback of an error.
+
+        HDF5 would not read a changed file again as long as it is open.
+        """
+        self.file.close()
 
 
 _Kind = TypeVar("_Kind", _Descriptor, OpenHdf5)
@@ -126,6 +136,8 @@ class OpenFiles:
                 self._require(path, _State.of(status))
         except (OSError, ValueError):
             with self._lock:
+                for opened in self._open.values():
+                    opened.close()
                 self._open.clear()
             raise
 

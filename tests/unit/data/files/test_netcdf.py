@@ -128,3 +128,59 @@ def test_values_of_random_variables_are_those_of_netcdf4(
             expected[is_gone] = np.nan
             expected[rows:] = np.nan
             np.testing.assert_array_equal(found, expected)
+
+
+def test_names_of_dimensions_coordinates_and_groups(tmp_path: Path) -> None:
+    import netCDF4
+
+    path = tmp_path / "names.nc"
+    with netCDF4.Dataset(path, "w") as file:
+        file.createDimension("time", None)
+        file.createDimension("level", 3)
+        # These are no coordinates, although they have the names of dimensions.
+        file.createVariable("level", "f4", ("time",), zlib=True, fletcher32=True)[:] = [
+            1,
+            2,
+        ]
+        file.createVariable("lat", "f4", ("level",))[:] = [7, 8, 9]
+        inside = file.createGroup("inside")
+        inside.createVariable("q", "f4", ("time",))[:] = [3, 4]
+        inside["q"].coordinates = "lon"
+        inside.createVariable("lon", "f4", ("time",))[:] = [5, 6]
+        inside.createVariable("short", "i4", ("time",))[:] = [5]
+    (batch,) = Dataset.from_files(path).batch(2)
+    assert sorted(batch) == ["inside", "level"]
+    assert sorted(batch["inside"]) == ["q", "short"]
+    assert batch["level"].tolist() == [1, 2]
+    np.testing.assert_array_equal(batch["inside"]["short"], [5, np.nan])
+    (lat,) = Dataset.from_files(path, "lat").batch(3)
+    assert lat.tolist() == [7, 8, 9]
+    # The dimension time has no values.
+    with pytest.raises(ValueError, match=r"column time in .*names\.nc"):
+        Dataset.from_files(path, ["time"])
+    with pytest.raises(ValueError, match="found lat along level"):
+        Dataset.from_files(path, ["level", "lat"])
+
+
+def test_times_in_other_units_are_errors(tmp_path: Path) -> None:
+    import netCDF4
+
+    for month in (1, 2):
+        with netCDF4.Dataset(tmp_path / f"{month}.nc", "w") as file:
+            file.createDimension("time", None)
+            time = file.createVariable("time", "f8", ("time",))
+            time.units = f"hours since 2020-{month:02}-01"
+            time[:] = [0, 1]
+            file.createVariable("q", "f4", ("time",))[:] = [1, 2]
+            packed = file.createVariable("packed", "i2", ("time",))
+            packed[:] = [1, 2]
+            packed.scale_factor = "0.1"
+    paths = str(tmp_path / "*.nc")
+    assert len(list(Dataset.from_files(paths, ["q"]))) == 4
+    with pytest.raises(
+        ValueError, match=r"time in 'hours since 2020-01-01' in .*2\.nc"
+    ):
+        Dataset.from_files(paths, ["q", "time"])
+    assert len(list(Dataset.from_files(paths, ["q", "time"], decode=False))) == 4
+    with pytest.raises(ValueError, match=r"scale_factor of packed of .*'0\.1'"):
+        Dataset.from_files(paths)
