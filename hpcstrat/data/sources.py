@@ -11,6 +11,7 @@ import numpy as np
 
 from hpcstrat.data.elements import call_program, stack
 from hpcstrat.engine.arrays.kinds import as_array, is_device
+from hpcstrat.engine.hdf5_files import datasets_of
 from hpcstrat.engine.tree import flatten, is_leaf, unflatten
 from hpcstrat.engine.typing import Array, Tree
 
@@ -235,12 +236,18 @@ def _column(leaf: Any) -> Any:
 def _datasets(group: Any) -> dict[str, Any]:
     """Return an HDF5 group's datasets by name; subgroups become nested mappings."""
     found: dict[str, Any] = {}
-    for name, item in group.items():
-        if hasattr(item, "visititems"):
-            found[name] = _datasets(item)
-        # Leave out scalars: they describe the file, and are not columns of examples.
-        elif item.ndim:
-            found[name] = item
+    for name, dataset in datasets_of(group):
+        if not hasattr(dataset, "ndim"):
+            raise ValueError(
+                f"expected datasets in {group.name} of {group.file.filename}, found "
+                f"the link {name}, which leads to nothing; remove it, or pass a dict "
+                "of the datasets"
+            )
+        *above, last = name.split("/")
+        inside = found
+        for each in above:
+            inside = inside.setdefault(each, {})
+        inside[last] = dataset
     return found
 
 

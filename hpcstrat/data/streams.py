@@ -30,6 +30,7 @@ from hpcstrat.data.elements import (
     spec_of,
 )
 from hpcstrat.data.file_lists import digest_of, names_of
+from hpcstrat.data.files.open_files import OpenFiles
 from hpcstrat.data.order import generator_of
 from hpcstrat.data.rows import INFINITE, UNKNOWN, Stage, epoch_of_repetition
 from hpcstrat.engine.logs import get_logger
@@ -371,6 +372,7 @@ def taken_while(parent: Stage, function: Callable[..., Any]) -> Stream:
 
 def text_lines(paths: Sequence[str]) -> Stream:
     """Return the lines of files, without line ends, one file after another."""
+    files = OpenFiles()
 
     def start(_: int) -> Iterator[Tree]:
         left = deque(paths)
@@ -382,11 +384,17 @@ def text_lines(paths: Sequence[str]) -> Stream:
                 if file is None:
                     if not left:
                         raise StopIteration
-                    file = open(left.popleft(), encoding="utf-8", newline="")  # noqa: SIM115
+                    path = left.popleft()
+                    files.note(path)
+                    files.check([path])
+                    file = open(path, encoding="utf-8", newline="")  # noqa: SIM115
                 if line := file.readline():
                     return np.str_(line.rstrip("\r\n"))
+                path = file.name
                 file.close()
                 file = None
+                # The file may end here because it was shortened.
+                files.check([path])
 
         return CallIterator(step)
 

@@ -1,10 +1,11 @@
-"""A function that opens HDF5 files for reading, even if they are open already."""
+"""Functions that open HDF5 files for reading, and list the datasets of a group."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["open_for_reading"]
+__all__ = ["datasets_of", "open_for_reading"]
 
 
 def open_for_reading(path: str) -> Any:
@@ -23,3 +24,26 @@ def open_for_reading(path: str) -> Any:
             if "flag values don't match" not in str(error):
                 raise
     return h5py.File(path, "r", locking=True)
+
+
+def datasets_of(
+    group: Any, prefix: str = "", above: tuple[Any, ...] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Yield path and dataset of each dataset in a group and its subgroups.
+
+    A link that leads to nothing is yielded as h5py's link. A link to a group that
+    contains the link is not followed. Scalars, empty dataspaces and committed types are
+    left out: they describe the file, and are not columns of examples.
+    """
+    import h5py
+
+    above = (*above, group)
+    for name in group:
+        item = group.get(name)
+        if item is None:
+            yield prefix + name, group.get(name, getlink=True)
+        elif isinstance(item, h5py.Group):
+            if not any(item == each for each in above):
+                yield from datasets_of(item, f"{prefix}{name}/", above)
+        elif isinstance(item, h5py.Dataset) and item.ndim:
+            yield prefix + name, item

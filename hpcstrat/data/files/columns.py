@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hpcstrat.data.files.open_files import OpenFiles
 from hpcstrat.data.sources import runs_of
 from hpcstrat.engine.arrays.recycling import Recycler
 from hpcstrat.engine.native import load_reader
@@ -27,7 +28,6 @@ __all__ = [
     "Column",
     "ContiguousColumn",
     "DecodedColumn",
-    "OpenFiles",
     "PaddedColumn",
     "SlabCache",
     "SlabColumn",
@@ -55,61 +55,6 @@ class Column(Protocol):
     def read(self, rows: Array, out: Array, places: Array | None = None) -> None:
         """Read ascending rows into ``out``, in order or at the indices ``places``."""
         ...
-
-
-class _OpenFile:
-    """A file descriptor, which is closed when nothing refers to this object anymore."""
-
-    def __init__(self, path: str, seen: tuple[int, int]) -> None:
-        try:
-            self.number = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"expected the file {path}, whose rows are to be read, found that it "
-                "was removed; restore the file, and make the data set again"
-            ) from error
-        status = os.fstat(self.number)
-        found = status.st_size, status.st_mtime_ns
-        if found != seen:
-            raise ValueError(
-                f"expected {path} as it was when the data set was made ({seen[0]} "
-                f"bytes), found that it has changed ({found[0]} bytes); make the data "
-                "set again"
-            )
-
-    def __del__(self) -> None:
-        number = getattr(self, "number", None)
-        if number is not None:
-            os.close(number)
-
-
-class OpenFiles:
-    """The file descriptors of a data set; the most recently used ones stay open."""
-
-    def __init__(self, most: int = 128) -> None:
-        self._most = most
-        self._open: OrderedDict[str, _OpenFile] = OrderedDict()
-        self._seen: dict[str, tuple[int, int]] = {}
-        self._lock = threading.Lock()
-
-    def note(self, path: str) -> None:
-        """Store a file's size and modification time, to detect later changes."""
-        status = os.stat(path)
-        self._seen[path] = status.st_size, status.st_mtime_ns
-
-    def size(self, path: str) -> int:
-        return self._seen[path][0]
-
-    def get(self, path: str) -> _OpenFile:
-        """Return the open file, which stays open as long as the caller refers to it."""
-        with self._lock:
-            found = self._open.get(path)
-            if found is None:
-                found = self._open[path] = _OpenFile(path, self._seen[path])
-            self._open.move_to_end(path)
-            while len(self._open) > self._most:
-                self._open.popitem(last=False)
-        return found
 
 
 class ContiguousColumn:
@@ -150,7 +95,7 @@ class ContiguousColumn:
         if done < len(rows):
             raise ValueError(
                 f"expected row {rows[done]} at {offsets[done]} of {self._path}, found "
-                "that the file ends before it: it was shortened; make the data set "
+                "that the file ends before it; write it again, and make the data set "
                 "again"
             )
         if self._stored != self.dtype:
@@ -237,6 +182,12 @@ class SlabCache:
         """Return an uninitialized array for a slab; reuse a dropped slab's memory."""
         with self._lock:
             return self._memory.empty(shape, dtype)
+
+    def clear(self) -> None:
+        """Drop all slabs."""
+        with self._lock:
+            self._kept.clear()
+            self._bytes = 0
 
     def _keep(self, key: Any, slab: Array) -> None:
         with self._lock:

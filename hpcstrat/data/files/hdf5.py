@@ -2,11 +2,13 @@
 
 h5py holds a lock while it reads, so that only one thread reads at a time. Therefore
 this module itself reads contiguous datasets, and chunks that are compressed by gzip
-(with or without HDF5's shuffle filter) or not at all. h5py reads all other datasets.
+(with or without HDF5's shuffle filter) or not at all, if the file has the values as
+NumPy has them. h5py reads all other datasets.
 """
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import os
 import zlib
@@ -18,20 +20,21 @@ import numpy as np
 from hpcstrat.data.files.columns import (
     Column,
     ContiguousColumn,
-    OpenFiles,
     SlabCache,
     SlabColumn,
 )
+from hpcstrat.data.files.open_files import OpenFiles
 from hpcstrat.engine.hdf5_files import open_for_reading
 from hpcstrat.engine.native import load_reader
 from hpcstrat.engine.typing import Array
 
-__all__ = ["datasets_of", "hdf5_column", "open_hdf5"]
+__all__ = ["Hdf5Source", "open_hdf5"]
 
 _READER = load_reader()
 # Number of bytes that one call of h5py reads from a dataset without chunks.
 _SLAB_BYTES = 1 << 20
 _PLAIN_KINDS = "biufc"
+_LEAVE_OUT = "choose other columns with columns="
 
 
 def open_hdf5(path: str) -> Any:
@@ -52,79 +55,223 @@ def open_hdf5(path: str) -> Any:
         ) from error
 
 
-def datasets_of(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield path and dataset of each dataset in a group and its subgroups."""
-    for name, item in group.items():
-        if hasattr(item, "visititems"):
-            yield from datasets_of(item, f"{prefix}{name}/")
-        # Leave out scalars: they describe the file, and are not columns of examples.
-        elif hasattr(item, "ndim") and item.ndim:
-            yield prefix + name, item
+class Hdf5Source:
+    """A dataset that is to be a column, and the file that contains it.
 
+    ``name`` and ``path`` are the column's name and the file in which the user looks for
+    it, for error messages; a link may lead to another name in another file.
 
-def hdf5_column(dataset: Any, path: str, files: OpenFiles, cache: SlabCache) -> Column:
-    shape, num_rows = dataset.shape[1:], dataset.shape[0]
-    dtype = dataset.dtype
-    properties = dataset.id.get_create_plist()
-    is_plain = dtype.kind in _PLAIN_KINDS and not dtype.metadata
-    if not is_plain or dataset.is_virtual or dataset.external:
-        return _through_h5py(dataset, path, files, cache)
-    offset = dataset.id.get_offset()
-    # A dataset that was never written may have an offset, but no bytes in the file.
-    if offset is not None and dataset.id.get_storage_size() >= dataset.nbytes > 0:
-        return ContiguousColumn(
-            files, path, offset=offset, shape=dataset.shape, dtype=dtype
-        )
-    unpack = _unpacking(properties, dtype) if dataset.chunks else None
-    if unpack is None or not num_rows:
-        return _through_h5py(dataset, path, files, cache)
-    chunks = _Chunks(dataset, path, files, cache, unpack)
-    if not chunks.are_plain:
-        return _through_h5py(dataset, path, files, cache)
-    return SlabColumn(
-        cache,
-        (path, dataset.name),
-        np.arange(0, num_rows, dataset.chunks[0]),
-        chunks.load,
-        num_rows=num_rows,
-        shape=shape,
-        dtype=dtype,
-        how=f"chunks of {dataset.chunks[0]} rows, {_unpacked_by(dataset)}",
-        load_into=chunks.load_into,
-    )
+    Raises ValueError if the dataset cannot be read as rows.
+    """
 
+    def __init__(self, dataset: Any, name: str, path: str) -> None:
+        import h5py
 
-def _through_h5py(
-    dataset: Any, path: str, files: OpenFiles, cache: SlabCache
-) -> Column:
-    """Return a column of a dataset that h5py reads, in slabs."""
-    num_rows, shape, dtype = dataset.shape[0], dataset.shape[1:], dataset.dtype
-    is_text = dtype.kind == "O" or (dtype.metadata and "vlen" in dtype.metadata)
-    row_bytes = max(dataset.dtype.itemsize * int(np.prod(shape, dtype=np.int64)), 1)
-    size = dataset.chunks[0] if dataset.chunks else max(_SLAB_BYTES // row_bytes, 1)
-    known = files.size(path)
-
-    def load(slab: int) -> Array:
-        # h5py would return zeros for rows beyond the end of a shortened file.
-        if os.stat(path).st_size < known:
+        self.where = f"{name} of {path}"
+        if not isinstance(dataset, h5py.Dataset):
             raise ValueError(
-                f"expected {known} bytes in {path}, found that it was shortened; make "
-                "the data set again"
+                f"expected a dataset for the column {self.where}, found "
+                f"{_target(dataset)}; restore it, or {_LEAVE_OUT}"
             )
-        rows = slice(slab * size, min((slab + 1) * size, num_rows))
-        found: Array = dataset.asstr()[rows] if is_text else dataset[rows]
-        return np.asarray(found)
+        self.dataset = dataset
+        self.dtype = self._checked_type()
+        self._require_filters()
+        # An external link leads to another file.
+        self.path, self.name = dataset.file.filename, dataset.name
+        if os.path.samefile(self.path, path):
+            self.path = path
+        self.row_shape = (*dataset.shape[1:], *self.dtype.shape)
+        self.is_text = self.dtype.kind == "O"
 
-    return SlabColumn(
-        cache,
-        (path, dataset.name),
-        np.arange(0, max(num_rows, 1), size),
-        load,
-        num_rows=num_rows,
-        shape=shape,
-        dtype=np.dtype(object) if is_text else dtype,
-        how=f"through h5py, {size} rows at once",
+    def _checked_type(self) -> Any:
+        import h5py
+
+        try:
+            dtype = self.dataset.dtype
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"expected numbers or text in the column {self.where}, found a type "
+                f"without an equivalent in NumPy: {error}; {_LEAVE_OUT}"
+            ) from error
+        if dtype.hasobject and h5py.check_string_dtype(dtype) is None:
+            if h5py.check_ref_dtype(dtype):
+                found = "references to other objects"
+            elif h5py.check_vlen_dtype(dtype):
+                found = "lists of any length"
+            else:
+                found = f"{dtype}, with lists, text of any length, or references"
+            raise ValueError(
+                f"expected rows of one shape in the column {self.where}, found "
+                f"{found}; write arrays of one length instead, or {_LEAVE_OUT}"
+            )
+        stored = self.dataset.id.get_type()
+        if h5py.h5t.find(stored, h5py.h5t.py_create(dtype)) is None:
+            raise ValueError(
+                f"expected numbers or text in the column {self.where}, found a type "
+                f"that HDF5 cannot convert to {dtype}; {_LEAVE_OUT}"
+            )
+        return dtype
+
+    def _require_filters(self) -> None:
+        import h5py
+
+        properties = self.dataset.id.get_create_plist()
+        for index in range(properties.get_nfilters()):
+            code, *_, label = properties.get_filter(index)
+            if not h5py.h5z.filter_avail(code):
+                raise ValueError(
+                    f"expected filters that HDF5 can undo in the column {self.where}, "
+                    f"found filter {code} ({label.decode()}), which is not installed; "
+                    f"pip install hdf5plugin and import it, or {_LEAVE_OUT}"
+                )
+
+    def files(self) -> list[str]:
+        """Return the paths of all files that have values of the column."""
+        return [self.path, *_sources(self.dataset, self.path, self.where)]
+
+    def column(self, files: OpenFiles, cache: SlabCache) -> Column:
+        return self._read_directly(files, cache) or self._through_h5py(files, cache)
+
+    def _read_directly(self, files: OpenFiles, cache: SlabCache) -> Column | None:
+        """Return a column that is read without h5py, or None."""
+        from h5py import h5t
+
+        dataset, dtype = self.dataset, self.dtype
+        if dtype.kind not in _PLAIN_KINDS or dataset.is_virtual or dataset.external:
+            return None
+        # Both differ in integers with unused bits, for example, and bfloat16.
+        if not dataset.id.get_type().equal(h5t.py_create(dtype, logical=True)):
+            return None
+        # Omit the names of an enumeration's values.
+        dtype = np.dtype(dtype.str)
+        offset = dataset.id.get_offset()
+        # A dataset that was never written may have an offset, but no bytes in the file.
+        if offset is not None and dataset.id.get_storage_size() >= dataset.nbytes > 0:
+            return ContiguousColumn(
+                files, self.path, offset=offset, shape=dataset.shape, dtype=dtype
+            )
+        properties = dataset.id.get_create_plist()
+        unpack = _unpacking(properties, dtype) if dataset.chunks else None
+        num_rows = dataset.shape[0]
+        if unpack is None or not num_rows:
+            return None
+        chunks = _Chunks(dataset, self.path, files, cache, unpack)
+        if not chunks.are_plain:
+            return None
+        return SlabColumn(
+            cache,
+            (self.path, self.name),
+            np.arange(0, num_rows, dataset.chunks[0]),
+            chunks.load,
+            num_rows=num_rows,
+            shape=self.row_shape,
+            dtype=dtype,
+            how=f"chunks of {dataset.chunks[0]} rows, {_unpacked_by(dataset)}",
+            load_into=chunks.load_into,
+        )
+
+    def _through_h5py(self, files: OpenFiles, cache: SlabCache) -> Column:
+        """Return a column that h5py reads, in slabs."""
+        num_rows, dtype = self.dataset.shape[0], self.dtype.base
+        row_bytes = max(dtype.itemsize * int(np.prod(self.row_shape)), 1)
+        chunks = self.dataset.chunks
+        size = chunks[0] if chunks else max(_SLAB_BYTES // row_bytes, 1)
+        path, name, is_text = self.path, self.name, self.is_text
+
+        def load(slab: int) -> Array:
+            rows = slice(slab * size, min((slab + 1) * size, num_rows))
+            # The dataset must not keep the file open: there may be many files.
+            dataset = files.get_hdf5(path).file[name]
+            found: Array = dataset.asstr()[rows] if is_text else dataset[rows]
+            if dataset.is_virtual:
+                # HDF5 reads fill values, without an error, if it cannot open a source
+                # because all descriptors are in use. Then this raises an OSError.
+                os.close(os.open(path, os.O_RDONLY))
+            return np.asarray(found)
+
+        return SlabColumn(
+            cache,
+            (path, name),
+            np.arange(0, max(num_rows, 1), size),
+            load,
+            num_rows=num_rows,
+            shape=self.row_shape,
+            dtype=np.dtype(object) if is_text else dtype,
+            how=f"through h5py, {size} rows at once",
+        )
+
+
+def _target(link: Any) -> str:
+    """Describe a link that h5py cannot follow."""
+    if not hasattr(link, "path"):
+        return "an object that HDF5 cannot open"
+    inside = f" in {link.filename}" if hasattr(link, "filename") else ""
+    return f"a link to {link.path}{inside}, which does not exist"
+
+
+def _sources(dataset: Any, path: str, where: str) -> Iterator[str]:
+    """Yield the other files that have values of a dataset, and their own such files.
+
+    Raises ValueError if one does not exist, or ends before the dataset's last value,
+    because HDF5 would read fill values or zeros instead.
+    """
+    left = dataset.size * dataset.id.get_type().get_size()
+    for name, offset, size in dataset.external or ():
+        used = min(size, left)
+        left -= used
+        if not os.path.exists(name) or os.path.getsize(name) < offset + used:
+            raise ValueError(_without_source(where, name))
+        yield name
+    if dataset.is_virtual:
+        found: dict[str, str] = {}
+        for source in dataset.virtual_sources():
+            if source.file_name != "." and "%b" not in source.dset_name:
+                found.setdefault(source.file_name, source.dset_name)
+        for name, inside in found.items():
+            own = _virtual_paths(name, path)
+            # The name may stand for any number of files, which need not exist.
+            if not own and "%b" not in name:
+                raise ValueError(_without_source(where, name))
+            for file in own:
+                yield file
+                yield from _nested_sources(file, inside, where)
+
+
+def _without_source(where: str, name: str) -> str:
+    return (
+        f"expected all values of the column {where}, found that some belong to {name}, "
+        "which does not exist or does not have them; restore the file, or "
+        f"{_LEAVE_OUT}"
     )
+
+
+def _virtual_paths(name: str, path: str) -> list[str]:
+    """Return the files that HDF5 opens for a virtual dataset's source."""
+    prefix = os.environ.get("HDF5_VDS_PREFIX", "").replace(
+        "${ORIGIN}", os.path.dirname(os.path.abspath(path))
+    )
+    folder = os.path.dirname(path)
+    for candidate in (
+        os.path.join(prefix, name),
+        os.path.join(folder, name),
+        name,
+        os.path.join(folder, os.path.basename(name)),
+    ):
+        if "%b" in name:
+            found = sorted(glob.glob(glob.escape(candidate).replace("%b", "*")))
+        else:
+            found = [candidate] if os.path.exists(candidate) else []
+        if found:
+            return found
+    return []
+
+
+def _nested_sources(file: str, inside: str, where: str) -> Iterator[str]:
+    with open_hdf5(file) as opened:
+        source = opened.get(inside)
+        if not hasattr(source, "is_virtual"):
+            raise ValueError(_without_source(where, f"{inside} in {file}"))
+        yield from _sources(source, file, where)
 
 
 def _unpacking(properties: Any, dtype: Any) -> Callable[[bytes, Array], None] | None:
@@ -191,11 +338,15 @@ class _Chunks:
         cache: SlabCache,
         unpack: Callable[[bytes, Array], None],
     ) -> None:
+        import h5py
+
         self._path, self._files, self._unpack = path, files, unpack
         self._cache = cache
         self._chunk = dataset.chunks
         self._shape, self._dtype = dataset.shape, dataset.dtype
-        self._fill = dataset.fillvalue
+        properties = dataset.id.get_create_plist()
+        is_filled = properties.get_fill_time() != h5py.h5d.FILL_TIME_NEVER
+        self._fill = dataset.fillvalue if is_filled else 0
         self._name = dataset.name
         self.are_plain = True
         self._places: dict[int, list[tuple[tuple[int, ...], int, int]]] = {}
@@ -250,7 +401,7 @@ class _Chunks:
         if len(packed) < size:
             raise ValueError(
                 f"expected a chunk of {size} bytes at {offset} of {self._path}, found "
-                f"{len(packed)}: the file was shortened; make the data set again"
+                f"that the file ends after {len(packed)}; write it again"
             )
         try:
             self._unpack(packed, chunk.reshape(-1).view(np.uint8))

@@ -13,13 +13,13 @@ from hpcstrat.data.files.arrow import ArrowLayout
 from hpcstrat.data.files.columns import (
     Column,
     ContiguousColumn,
-    OpenFiles,
     SlabCache,
     SlabColumn,
 )
+from hpcstrat.data.files.open_files import OpenFiles
 from hpcstrat.engine.typing import Array
 
-__all__ = ["is_zarr", "npy_column", "parquet_columns", "zarr_columns"]
+__all__ = ["ZarrStore", "is_zarr", "npy_column", "parquet_columns"]
 
 
 def _not_installed(library: str, path: str) -> ImportError:
@@ -54,44 +54,84 @@ def npy_column(path: str, files: OpenFiles) -> Column:
     return ContiguousColumn(files, path, offset=offset, shape=shape, dtype=dtype)
 
 
-def zarr_columns(path: str, cache: SlabCache) -> dict[str, Column]:
-    """Return the arrays of a Zarr store as columns; ``zarr`` must be installed."""
-    try:
-        import zarr
-    except ImportError as error:
-        raise _not_installed("zarr", path) from error
-    store = zarr.open(path, mode="r")
-    arrays: Iterable[tuple[str, Any]] = [("", store)]
-    if hasattr(store, "members"):
-        # Sort the arrays, because zarr may list them in another order on other ranks.
-        found_arrays = {
-            name: item
-            for name, item in store.members(max_depth=None)
-            if hasattr(item, "dtype")
-        }
-        arrays = [(name, found_arrays[name]) for name in sorted(found_arrays)]
-    found: dict[str, Column] = {}
-    for name, array in arrays:
-        if not array.shape:
-            continue
+class ZarrStore:
+    """The arrays of a Zarr store as columns; ``zarr`` must be installed.
+
+    A chunk without a file has fill values: it was never written. Therefore a change of
+    the folders of chunks, as by the removal of a chunk, must be found.
+    """
+
+    def __init__(self, path: str, files: OpenFiles, cache: SlabCache) -> None:
+        try:
+            import zarr
+        except ImportError as error:
+            raise _not_installed("zarr", path) from error
+        self._path, self._files, self._cache = path, files, cache
+        for part in self._metadata_of(""):
+            files.note(part)
+        store = zarr.open(path, mode="r")
+        arrays: Iterable[tuple[str, Any]] = [("", store)]
+        if hasattr(store, "members"):
+            # Sort the arrays: zarr may list them in another order on other ranks.
+            found_arrays = {
+                name: item
+                for name, item in store.members(max_depth=None)
+                if hasattr(item, "dtype")
+            }
+            arrays = [(name, found_arrays[name]) for name in sorted(found_arrays)]
+        self.arrays = {name: array for name, array in arrays if array.shape}
+
+    def files(self, names: Iterable[str]) -> list[str]:
+        """Return the paths of the metadata of the store and of arrays."""
+        return [part for name in ("", *names) for part in self._metadata_of(name)]
+
+    def _metadata_of(self, name: str) -> list[str]:
+        found = [os.path.join(self._path, name, each) for each in _ZARR_METADATA]
+        return [each for each in found if os.path.exists(each)]
+
+    def column(self, name: str) -> Column:
+        array, files = self.arrays[name], self._files
+        for part in self._metadata_of(name):
+            files.note(part)
+        shared, own = _chunk_folders(os.path.join(self._path, name))
+        for folder in (*shared, *(each for slab in own.values() for each in slab)):
+            files.note(folder)
         size = array.shards[0] if getattr(array, "shards", None) else array.chunks[0]
-        found[name] = SlabColumn(
-            cache,
-            (path, name),
+
+        def load(slab: int) -> Array:
+            stop = min((slab + 1) * size, array.shape[0])
+            found = np.asarray(array[slab * size : stop])
+            files.check((*shared, *own.get(slab, ())))
+            return found
+
+        return SlabColumn(
+            self._cache,
+            (self._path, name),
             np.arange(0, max(array.shape[0], 1), size),
-            partial(_read_slab, array, size),
+            load,
             num_rows=array.shape[0],
             shape=tuple(array.shape[1:]),
             dtype=array.dtype,
             how=f"through zarr, {size} rows at once",
         )
-    return found
 
 
-def _read_slab(array: Any, size: int, slab: int) -> Array:
-    """Read the rows of one slab (chunk or shard) of a Zarr array."""
-    stop = min((slab + 1) * size, array.shape[0])
-    return np.asarray(array[slab * size : stop])
+_ZARR_METADATA = ("zarr.json", ".zgroup", ".zarray", ".zattrs", ".zmetadata")
+
+
+def _chunk_folders(folder: str) -> tuple[list[str], dict[int, list[str]]]:
+    """Return the folders of an array's chunks: those of all slabs, and of each slab."""
+    shared: list[str] = []
+    own: dict[int, list[str]] = {}
+    for path, _, _ in os.walk(folder):
+        # Zarr 3 has chunk (2, 0) in c/2/0, and Zarr 2 in 2/0 or 2.0.
+        parts = os.path.relpath(path, folder).split(os.sep)
+        slab = next((part for part in parts if part not in {".", "c"}), "")
+        if slab.isdecimal():
+            own.setdefault(int(slab), []).append(path)
+        else:
+            shared.append(path)
+    return shared, own
 
 
 def parquet_columns(

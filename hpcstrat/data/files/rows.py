@@ -6,23 +6,25 @@ import fnmatch
 import glob
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.data.file_lists import digest_of, names_of
-from hpcstrat.data.files.columns import Column, OpenFiles, SlabCache
-from hpcstrat.data.files.hdf5 import datasets_of, hdf5_column, open_hdf5
-from hpcstrat.data.files.netcdf import decoded, fields_of, is_netcdf, padded
+from hpcstrat.data.files.columns import Column, SlabCache
+from hpcstrat.data.files.hdf5 import Hdf5Source, open_hdf5
+from hpcstrat.data.files.netcdf import Variable, is_netcdf, variables_of
+from hpcstrat.data.files.open_files import OpenFiles
 from hpcstrat.data.files.others import (
+    ZarrStore,
     is_zarr,
     npy_column,
     parquet_columns,
-    zarr_columns,
 )
 from hpcstrat.data.rows import Places, Rows, as_places
 from hpcstrat.engine.arrays.recycling import Recycler
+from hpcstrat.engine.hdf5_files import datasets_of
 from hpcstrat.engine.typing import Array, Tree
 
 __all__ = ["FileRows", "files_of", "matching_files"]
@@ -79,11 +81,22 @@ def matching_files(patterns: Any) -> list[str]:
 
 
 class _File:
-    """One file: its columns by name, and its number of rows."""
+    """One file: its columns by name, its number of rows, and all files it consists of.
 
-    def __init__(self, path: str, columns: dict[str, Column]) -> None:
+    ``units`` are units of time by column: they must not differ between files.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        columns: dict[str, Column],
+        parts: Iterable[str] = (),
+        units: dict[str, str] | None = None,
+    ) -> None:
         self.path = path
         self.columns = columns
+        self.parts = list(dict.fromkeys(parts)) or [path]
+        self.units = units or {}
         lengths = {name: column.num_rows for name, column in columns.items()}
         if len(set(lengths.values())) != 1:
             shown = ", ".join(
@@ -130,7 +143,10 @@ class FileRows(Rows):
 
     def _open(self, path: str, wanted: Sequence[str] | None) -> _File:
         if os.path.isdir(path):
-            return _File(path, _chosen(zarr_columns(path, self._cache), wanted, path))
+            store = ZarrStore(path, self._files, self._cache)
+            names = list(_chosen(store.arrays, wanted, path))
+            columns = {name: store.column(name) for name in names}
+            return _File(path, columns, store.files(names))
         self._files.note(path)
         if path.endswith(".npz"):
             raise ValueError(
@@ -153,26 +169,33 @@ class FileRows(Rows):
                     path, self._cache, lambda found: _chosen(found, wanted, path)
                 ),
             )
-        return self._open_hdf5(path, wanted)
+        with open_hdf5(path) as file:
+            try:
+                return self._open_hdf5(file, path, wanted)
+            except (OSError, RuntimeError, TypeError, LookupError) as error:
+                raise ValueError(
+                    f"expected an HDF5 file that can be read at {path}, found "
+                    f"{type(error).__name__}: {error}; check it: h5dump -H {path}"
+                ) from error
 
-    def _open_hdf5(self, path: str, wanted: Sequence[str] | None) -> _File:
-        file = open_hdf5(path)
-        datasets = dict(datasets_of(file))
-        netcdf, length = is_netcdf(file, path), None
-        if netcdf and datasets:
-            fields, length = fields_of(datasets, self._dimension, path)
-            # A coordinate is a column if it is requested by name.
-            named = {name: datasets[name] for name in wanted or () if name in datasets}
-            datasets = {**fields, **named}
-        chosen = _chosen(datasets, wanted, path)
+    def _open_hdf5(self, file: Any, path: str, wanted: Sequence[str] | None) -> _File:
+        found = dict(datasets_of(file))
+        variables: dict[str, Variable] = {}
+        if is_netcdf(file, path):
+            variables = variables_of(found, self._dimension, path, wanted)
+            found = {name: each.dataset for name, each in variables.items()}
         columns: dict[str, Column] = {}
-        for name, dataset in chosen.items():
-            column = hdf5_column(dataset, path, self._files, self._cache)
-            if netcdf and length is not None:
-                column = padded(column, dataset, length)
-                column = decoded(column, dataset) if self._decode else column
-            columns[name] = column
-        return _File(path, columns)
+        parts: list[str] = []
+        for name, dataset in _chosen(found, wanted, path).items():
+            source = Hdf5Source(dataset, name, path)
+            for part in source.files():
+                self._files.note(part)
+                parts.append(part)
+            columns[name] = source.column(self._files, self._cache)
+            if name in variables:
+                columns[name] = variables[name].column(columns[name], self._decode)
+        units = {name: variables[name].time_units for name in columns if variables}
+        return _File(path, columns, parts, units if self._decode else None)
 
     def read(self, places: Places, epoch: int) -> Tree:
         rows, inverse = as_places(places), None
@@ -185,21 +208,49 @@ class FileRows(Rows):
                 rows, inverse = np.unique(places, return_inverse=True)
                 where = None
         ends = np.searchsorted(rows, self._starts)
-        found: dict[str, Array] = {}
-        for name, first in self._first.columns.items():
-            out = self._empty((len(rows), *first.shape), first.dtype)
-            for index, file in enumerate(self._parts):
-                start, end = int(ends[index]), int(ends[index + 1])
-                if start < end:
-                    own = rows[start:end] - self._starts[index]
-                    column = file.columns[name]
-                    if where is None:
-                        column.read(own, out[start:end])
-                    else:
-                        column.read(own, out, where[start:end])
-            out = out.astype(np.str_) if out.dtype == object else out
-            found[name] = out if inverse is None else out[inverse]
+        found = {
+            name: self._empty((len(rows), *first.shape), first.dtype)
+            for name, first in self._first.columns.items()
+        }
+        for index, file in enumerate(self._parts):
+            start, end = int(ends[index]), int(ends[index + 1])
+            if start < end:
+                own = rows[start:end] - self._starts[index]
+                if where is None:
+                    parts = {name: out[start:end] for name, out in found.items()}
+                    self._read_file(file, own, parts, None)
+                else:
+                    self._read_file(file, own, found, where[start:end])
+        for name, out in found.items():
+            array = out.astype(np.str_) if out.dtype == object else out
+            found[name] = array if inverse is None else array[inverse]
         return self._structured(found)
+
+    def _read_file(
+        self, file: _File, rows: Array, found: dict[str, Array], where: Array | None
+    ) -> None:
+        """Read rows of one file; raise an error that names it if it has changed."""
+        name = ""
+        try:
+            for name, out in found.items():
+                file.columns[name].read(rows, out, where)
+        except (OSError, ValueError, TypeError, LookupError, RuntimeError) as error:
+            # A library may have failed because the file has changed.
+            self._require_unchanged(file, error)
+            if any(part in str(error) for part in (file.path, *file.parts)):
+                raise
+            raise ValueError(
+                f"expected rows of {name or 'the array'} in {file.path}, found that "
+                f"they cannot be read: {type(error).__name__}: {error}; check the file"
+            ) from error
+        self._require_unchanged(file, None)
+
+    def _require_unchanged(self, file: _File, cause: Exception | None) -> None:
+        try:
+            self._files.check(file.parts)
+        except (OSError, ValueError) as error:
+            self._cache.clear()
+            raise error from cause
 
     def _empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return an uninitialized array; reuse the memory of a batch if possible."""
@@ -289,4 +340,11 @@ def _require_alike(first: _File, other: _File) -> None:
                 f"expected {name} as {column.dtype}{list(column.shape)} in "
                 f"{other.path}, as in {first.path}, found {found.dtype}"
                 f"{list(found.shape)}; leave it out by columns=, or convert the file"
+            )
+        units = first.units.get(name, ""), other.units.get(name, "")
+        if units[0] != units[1]:
+            raise ValueError(
+                f"expected {name} in {units[0]!r} in {other.path}, as in {first.path}, "
+                f"found {units[1]!r}; leave it out by columns=, or read the numbers as "
+                "stored by decode=False"
             )

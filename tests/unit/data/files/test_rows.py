@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from hpcstrat.data import Dataset, DatasetOptions
 from hpcstrat.data.files import columns as file_columns
-from hpcstrat.data.files.columns import OpenFiles, SlabCache
+from hpcstrat.data.files.columns import SlabCache
+from hpcstrat.data.files.open_files import OpenFiles
 from hpcstrat.data.sources import runs_of
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -116,6 +116,31 @@ def test_a_file_that_is_shortened_is_an_error_on_all_and_the_rest_is_read(
         assert_usable(strategy, job)
 
 
+@pytest.mark.parametrize("change", ["removed", "replaced"])
+def test_a_file_that_vanishes_or_is_replaced_is_an_error_on_all(
+    make_strategy: Any, job: Any, files: list[Path], change: str
+) -> None:
+    """Also if a rank has the file open, or its rows in memory."""
+    with make_strategy(on_error="raise") as strategy:
+        dataset = hs.Dataset.from_files(files, columns=["label"]).batch(12)
+        distributed = strategy.experimental_distribute_dataset(dataset)
+        iterator = iter(distributed)
+        next(iterator)
+        job.Barrier()
+        if job.rank == 0 and change == "removed":
+            files[1].unlink()
+        elif job.rank == 0:
+            with h5py.File(files[1].with_suffix(".new"), "w") as file:
+                file["label"] = np.arange(100, 117)
+            files[1].with_suffix(".new").replace(files[1])
+        job.Barrier()
+        # All rows of this batch are in the file.
+        error = outcome(lambda: next(iterator))
+        found = job.allgather(None if error is None else str(error))
+        assert all(message and "1.h5" in message for message in found)
+        assert_usable(strategy, job)
+
+
 def _as_netcdf(folder: Path, x: Any, y: Any) -> Any:
     """Write 24 monthly files with packed integers, in the form of ERA5 files."""
     import netCDF4
