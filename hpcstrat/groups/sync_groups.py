@@ -309,7 +309,7 @@ class SyncGroups:
         names = ", ".join(variable.name for variable, _ in self._pairs)
         what = f"mean over groups of {names}"
         # If the schedule fails on one rank, `learning_rate` notifies the others.
-        self._rate = learning_rate(self.outer, collectives)
+        self._rate = learning_rate(self.outer, self.everyone)
         if not delay:
             self._use(collectives.batch_reduce(ReduceOp.MEAN, changes, what))
             self._take_outer()

@@ -374,7 +374,7 @@ class Optimizer(UpdateRule, AnnouncesInitErrors):
 
         def update() -> bool:
             routine = Routine(strategy, present, label, self)
-            own = learning_rate(self, strategy.collectives) if rate is None else rate
+            own = learning_rate(self, strategy) if rate is None else rate
             gradients = [gradient for gradient, _ in present]
             return routine.update(self, gradients, [present], own)
 

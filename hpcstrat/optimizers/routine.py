@@ -134,7 +134,7 @@ class Routine:
         Collective over the strategy's replicas. ``given`` has the gradients of each
         replica of this process.
         """
-        rate = learning_rate(optimizer, self._strategy.collectives)
+        rate = learning_rate(optimizer, self._strategy)
         own = [[gradient for gradient, _ in pairs] for pairs in given]
         reduced = self.backend.reduce(own, self.sums)
         return self.update(optimizer, reduced, given, rate)
@@ -155,7 +155,8 @@ class Routine:
             ]
         if self.non_finite != "off" and self._refuses(optimizer, reduced, given):
             return False
-        self._condition(optimizer, reduced)
+        if optimizer.clip_global_norm is not None or optimizer._op is ReduceOp.MEAN:
+            self._condition(optimizer, reduced)
         reduced = backend.gradients_here(reduced)
         if not self.begun:
             self._begin(optimizer, given[0], reduced)
@@ -201,13 +202,11 @@ class Routine:
     def _condition(self, optimizer: Any, gradients: Sequence[Any]) -> None:
         """Scale and clip combined gradients in place."""
         limit = optimizer.clip_global_norm
-        # The divisor is the number of calls in the sums, not `accumulate_steps`, which
-        # the program may have changed since the checkpoint was saved.
-        calls = optimizer._accumulation.calls if optimizer._op is ReduceOp.MEAN else 1
-        if limit is None and calls <= 1:
-            return
         arrays = [g.values if isinstance(g, IndexedSlices) else g for g in gradients]
-        scale(arrays, 1 / max(1, calls))
+        if optimizer._op is ReduceOp.MEAN:
+            # The divisor is the number of calls in the sums, not `accumulate_steps`,
+            # which the program may have changed since the checkpoint was saved.
+            scale(arrays, 1 / max(1, optimizer._accumulation.calls))
         if limit is not None:
             clip_to_norm(arrays, limit, self.backend.total)
 
@@ -288,7 +287,7 @@ class Routine:
         return True
 
 
-def learning_rate(optimizer: Any, collectives: Any) -> float:
+def learning_rate(optimizer: Any, strategy: Any) -> float:
     """Return the learning rate of an optimizer's next step."""
     rate: float | Callable[[int], float] = optimizer.learning_rate
     if callable(rate):
@@ -296,7 +295,7 @@ def learning_rate(optimizer: Any, collectives: Any) -> float:
             # If the function fails on this rank only, `fail` notifies the others.
             rate = rate(int(optimizer.iterations.component))
         except Exception as error:
-            collectives.fail("apply_gradients", error)
+            strategy.collectives.fail("apply_gradients", error)
             raise
     return rate
 
