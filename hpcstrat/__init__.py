@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hpcstrat import optimizers as optimizers
     from hpcstrat import testing as testing
     from hpcstrat.checkpoint import CheckpointManager as CheckpointManager
+    from hpcstrat.checkpoint import CheckpointOptions as CheckpointOptions
     from hpcstrat.checkpoint import KeepBest as KeepBest
     from hpcstrat.data import Dataset as Dataset
     from hpcstrat.data import DistributedDataset as DistributedDataset
@@ -150,7 +151,7 @@ _MODULES = {
 }
 # The public names that each module defines.
 _NAMES = {
-    "checkpoint": ("CheckpointManager", "KeepBest"),
+    "checkpoint": ("CheckpointManager", "CheckpointOptions", "KeepBest"),
     "engine.reduction.cross_device_ops": (
         "CrossDeviceOps",
         "HierarchicalCopyAllReduce",

@@ -1,12 +1,13 @@
 """Checkpoints, each in one HDF5 file, for restoring on any number of replicas."""
 
 from hpcstrat.checkpoint.keep.retention import KeepBest
-from hpcstrat.checkpoint.manager import CheckpointManager
+from hpcstrat.checkpoint.manager import CheckpointManager, CheckpointOptions
 from hpcstrat.checkpoint.outcomes import RestoreReport, SaveStatistics
 from hpcstrat.engine.typing import SupportsCheckpoint, SupportsDeferredCheckpoint
 
 __all__ = [
     "CheckpointManager",
+    "CheckpointOptions",
     "KeepBest",
     "RestoreReport",
     "SaveStatistics",

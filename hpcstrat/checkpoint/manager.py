@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -45,27 +46,20 @@ from hpcstrat.engine.observe.timeline import traced
 from hpcstrat.errors import CheckpointError
 from hpcstrat.safety import newest_checkpoint
 
-__all__ = ["CheckpointManager"]
+__all__ = ["CheckpointManager", "CheckpointOptions"]
 
 _ON_BUSY = ("wait", "skip")
 _CREATION = "creation of a CheckpointManager"
 
 
-class CheckpointManager:
-    """Saves a program's state in a folder, and restores it on any number of replicas.
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions(KeepRules):
+    """Options of a `CheckpointManager`: which checkpoints it keeps, and how it writes.
 
-    Collective over the strategy's replicas, as are the manager's methods.
-
-    A checkpoint in the folder, whichever job saved it, is kept if at least one of
-    ``max_to_keep``, ``keep_every``, ``keep_best`` and ``keep_for`` keeps it. The others
-    are removed when a new checkpoint is on the disk. The newest intact checkpoint is
-    always kept. Damaged checkpoints are not counted, and not removed.
+    Not collective.
 
     Parameters
     ----------
-    directory : str or path
-        Folder of the files ``ckpt-<step>.h5``; the first save makes it if it is
-        missing.
     max_to_keep : int or None
         Number of the newest checkpoints to keep; None keeps all, despite other rules.
     keep_every : int or timedelta, optional
@@ -84,6 +78,48 @@ class CheckpointManager:
     independent : bool
         Allow a strategy of one replica in a job of several ranks; each rank then needs
         its own folder.
+
+    Raises
+    ------
+    ValueError
+        If an option is invalid.
+    """
+
+    max_to_keep: int | None = 5
+    keep_every: int | timedelta | None = None
+    keep_best: KeepBest | None = None
+    keep_for: float | timedelta | None = None
+    max_write_bandwidth: float | None = None
+    independent: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for invalid values."""
+        super().__post_init__()
+        checked_bandwidth(self.max_write_bandwidth)
+
+
+class CheckpointManager:
+    """Saves a program's state in a folder, and restores it on any number of replicas.
+
+    Collective over the strategy's replicas, as are the manager's methods.
+
+    A checkpoint in the folder, whichever job saved it, is kept if at least one of
+    ``max_to_keep``, ``keep_every``, ``keep_best`` and ``keep_for`` keeps it. The others
+    are removed when a new checkpoint is on the disk. The newest intact checkpoint is
+    always kept. Damaged checkpoints are not counted, and not removed.
+
+    Parameters
+    ----------
+    directory : str or path
+        Folder of the files ``ckpt-<step>.h5``; the first save makes it if it is
+        missing.
+    options : CheckpointOptions, optional
+        Which checkpoints to keep, and how to write them. Another object with this name
+        is saved, like the other objects.
+    max_to_keep, keep_every, keep_best, keep_for, max_write_bandwidth, independent
+        The same options without a `CheckpointOptions`, as in older programs. Options
+        that will be added later are only in `CheckpointOptions`, so that they take no
+        name from the program's objects.
     **objects : Variable, nested dict or list of Variables, optimizer, or data set
         Objects to save, by their names in the file.
 
@@ -102,6 +138,7 @@ class CheckpointManager:
         self,
         directory: str | os.PathLike[str],
         *,
+        options: Any = None,
         max_to_keep: int | None = 5,
         keep_every: int | timedelta | None = None,
         keep_best: KeepBest | None = None,
@@ -111,11 +148,25 @@ class CheckpointManager:
         **objects: Any,
     ) -> None:
         try:
-            self._bandwidth = checked_bandwidth(max_write_bandwidth)
-            rules = KeepRules(max_to_keep, keep_every, keep_best, keep_for)
+            older = CheckpointOptions(
+                max_to_keep=max_to_keep,
+                keep_every=keep_every,
+                keep_best=keep_best,
+                keep_for=keep_for,
+                max_write_bandwidth=max_write_bandwidth,
+                independent=independent,
+            )
+            if not isinstance(options, CheckpointOptions):
+                objects |= {} if options is None else {"options": options}
+                options = older
+            elif older != CheckpointOptions():
+                raise ValueError(
+                    f"expected all options in options={options}, found others beside "
+                    "it; move them there"
+                )
             folder = Folder(os.path.abspath(os.fspath(directory)))
             known = Objects(objects)
-            if not independent:
+            if not options.independent:
                 names = known.variables() or known.names
                 require_one_writer(known.strategy, names)
         except Exception as error:
@@ -123,11 +174,11 @@ class CheckpointManager:
             strategy_of(objects).collectives.fail(_CREATION, error)
             raise
         self.directory = folder.path
-        self._objects, self._keep_best, self._folder = known, keep_best, folder
+        self._objects, self._options, self._folder = known, options, folder
         self._strategy = strategy = known.strategy
         self.collectives = strategy.collectives
         # Saves and restores share the buffer, and the list of damaged files.
-        retention, memory = Retention(folder.path, rules), ImageMemory()
+        retention, memory = Retention(folder.path, options), ImageMemory()
         self._saver = Saver(strategy, folder, retention, memory)
         self._restorer = Restorer(strategy, folder.path, known, retention, memory)
         # Error of a save in the background, to be raised by the next `wait`.
@@ -317,7 +368,7 @@ class CheckpointManager:
             replaces=replaces,
             abandons=overwrite,
             began=began,
-            bandwidth=self._bandwidth,
+            bandwidth=checked_bandwidth(self._options.max_write_bandwidth),
         )
         self._saver.save(order, header, values, compare)
         return path
@@ -483,7 +534,7 @@ class CheckpointManager:
         ValueError
             On every rank, if the manager was made without ``keep_best``.
         """
-        rule = self._keep_best
+        rule = self._options.keep_best
         if rule is None:
             raise ValueError(
                 "expected a manager with keep_best, found one without; pass "

@@ -18,6 +18,7 @@ from hpcstrat.engine.settings import Settings
 from hpcstrat.engine.typing import Array
 from hpcstrat.groups.group_strategy import make_groups
 from hpcstrat.optimizers import SGD, Optimizer
+from hpcstrat.optimizers.routine import learning_rate
 from hpcstrat.optimizers.slots import file_names
 from hpcstrat.strategies import MultiWorkerMirroredStrategy, Strategy
 from hpcstrat.variables import HostValue, MirroredVariable, Variable
@@ -315,8 +316,8 @@ class SyncGroups:
         collectives, changes = self.collectives, self._changes()
         names = ", ".join(variable.name for variable, _ in self._pairs)
         what = f"mean over groups of {names}"
-        # If the learning rate schedule fails on one rank, `_rate` notifies the others.
-        self._rate = self.outer._rate(collectives)
+        # If the schedule fails on one rank, `learning_rate` notifies the others.
+        self._rate = learning_rate(self.outer, self.everyone)
         if not delay:
             self._use(collectives.batch_reduce(ReduceOp.MEAN, changes, what))
             self._take_outer()

@@ -187,8 +187,12 @@ class Log:
             self._begin()
             path = self._free_name(f"{_PICTURES}/{name}/{step}")
             (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (self.folder / path).write_bytes(own)
-            self._append(step, pictures={name: path})
+            try:
+                (self.folder / path).write_bytes(own)
+                self._append(step, pictures={name: path})
+            except OSError:
+                (self.folder / path).unlink(missing_ok=True)
+                raise
 
     def flush(self) -> None:
         """Write all records to the disk (fsync), and flush the sinks.
@@ -232,9 +236,13 @@ class Log:
 
     def checkpoint_restored(self, num_replicas: int, now: int) -> None:
         """Truncate the log to its restored position; for the library's own modules."""
-        if self._strategy.replica_id == 0:
-            position, digest = (int(number) for number in self._place.component)
-            self._cut((position, digest))
+        collectives, what = self._strategy.collectives, "restore of the log of metrics"
+        with collectives.all_raise(what):
+            if self._strategy.replica_id == 0:
+                position, digest = (int(number) for number in self._place.component)
+                self._cut((position, digest))
+        # If replica 0 cannot truncate the log, the other replicas raise here.
+        collectives.barrier(what)
 
     def _reduced(self, how: str, values: dict[str, Any]) -> dict[str, Any]:
         """Return the sum or mean of each value over all replicas, as ``how`` says."""
@@ -282,8 +290,8 @@ class Log:
             self._cut(LogFile(self.folder).place())
 
     def _cut(self, place: tuple[int, int]) -> None:
-        self._is_begun = True
         kept, removed = self._file.cut(*place)
+        self._is_begun = True
         known = {path for record in kept for path in record.get(_PICTURES, {}).values()}
         for record in removed:
             for path in record.get(_PICTURES, {}).values():

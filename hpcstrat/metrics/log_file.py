@@ -42,6 +42,8 @@ def _decoded(data: bytes) -> Iterator[_Record]:
         except ValueError:
             # A job was killed while it wrote this line; a later job added the line end.
             continue
+        if not isinstance(record, dict):
+            continue
         if "scalars" in record:
             record["scalars"] = {
                 name: _NAMES.get(value, value) if isinstance(value, str) else value
@@ -75,7 +77,9 @@ def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 class LogFile:
     """The file of a log, in the only process that writes it.
 
-    ``position`` is the length, in bytes, of the lines that belong to this training.
+    ``position`` is the length, in bytes, of the lines that belong to this training. A
+    write that fails raises OSError; the next call removes the part of its line that
+    reached the file.
     """
 
     NAME = "metrics.jsonl"
@@ -87,30 +91,73 @@ class LogFile:
         self._hash = xxhash.xxh3_64()
         self._file: int | None = None
         self._is_dirty = False
+        # Where an incomplete line begins, after a failed write.
+        self._torn_at: int | None = None
+        self._has_failed_fsync = False
+        self._has_warned = False
 
     def _open(self) -> int:
         if self._file is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             self._file = os.open(self.folder / self.NAME, flags, 0o666)
+        if self._torn_at is not None:
+            os.ftruncate(self._file, self._torn_at)
+            self._torn_at = None
         return self._file
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write a record to the file, where it remains if this process is killed."""
         line, file = _encoded(record), self._open()
         self._is_dirty = True
-        written = 0
-        while written < len(line):
-            written += os.write(file, line[written:])
+        self._torn_at = os.fstat(file).st_size
+        _write_all(file, line)
+        self._torn_at = None
         self.position += len(line)
         self._hash.update(line)
 
     def place(self) -> tuple[int, int]:
         """Write the file to the disk (fsync); return its position and a hash of it."""
-        if self._file is not None and self._is_dirty:
-            os.fsync(self._file)
-            self._is_dirty = False
+        if self._file is not None:
+            file = self._open()
+            if os.fstat(file).st_size != self.position:
+                self._include_foreign_lines(file)
+            if self._is_dirty:
+                self._sync(file)
         return self.position, self._hash.intdigest()
+
+    def _include_foreign_lines(self, file: int) -> None:
+        """Let position and hash describe the file, which another program changed."""
+        data = _read_all(file)
+        if not self._has_warned:
+            get_logger("metrics").warning(
+                "expected the %d bytes that this log wrote to %s, found %d bytes; give "
+                "each log a folder of its own",
+                self.position,
+                self.folder / self.NAME,
+                len(data),
+            )
+        self._has_warned = self._is_dirty = True
+        self.position = data.rfind(b"\n") + 1
+        self._hash = xxhash.xxh3_64(data[: self.position])
+
+    def _sync(self, file: int) -> None:
+        if self._has_failed_fsync:
+            # Linux drops data that it cannot write, and reports this only once, so
+            # another fsync of the same file would succeed without writing them.
+            data, path = _read_all(file), self.folder / self.NAME
+            with open(f"{path}.new", "wb") as copy:
+                copy.write(data)
+                copy.flush()
+                os.fsync(copy.fileno())
+            os.replace(f"{path}.new", path)
+            self.close()
+            self._has_failed_fsync = False
+        else:
+            self._has_failed_fsync = True
+            os.fsync(file)
+            self._has_failed_fsync = False
+        self._is_dirty = False
 
     def cut(self, position: int, digest: int) -> tuple[list[_Record], list[_Record]]:
         """Truncate the file at a position; return the kept and the removed records.
@@ -118,7 +165,7 @@ class LogFile:
         Removed lines are appended to ``metrics.removed.jsonl``. If the data before the
         position do not have the hash ``digest``, the whole file is removed."""
         file = self._open()
-        data, end = os.pread(file, os.fstat(file).st_size, 0), position
+        data, end = _read_all(file), position
         if end > len(data):
             end = data.rfind(b"\n") + 1
             _warn(self.folder, "a shorter log; new lines are appended to it")
@@ -133,16 +180,33 @@ class LogFile:
         return list(_decoded(data[:end])), list(_decoded(data[end:]))
 
     def _keep_removed(self, data: bytes) -> None:
-        with open(self.folder / self.REMOVED, "ab") as file:
-            file.write(data if data.endswith(b"\n") else data + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        lines = data if data.endswith(b"\n") else data + b"\n"
+        with open(self.folder / self.REMOVED, "ab", buffering=0) as file:
+            before = file.seek(0, os.SEEK_END)
+            try:
+                _write_all(file.fileno(), lines)
+                os.fsync(file.fileno())
+            except OSError:
+                # The lines stay in the log, and the next attempt writes all of them.
+                file.truncate(before)
+                raise
 
     def close(self) -> None:
         """Close the file if it is open."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+def _write_all(file: int, data: bytes) -> None:
+    """Write data at the end of a file; after an error, the file may have a part."""
+    written = 0
+    while written < len(data):
+        written += os.write(file, data[written:])
+
+
+def _read_all(file: int) -> bytes:
+    return os.pread(file, os.fstat(file).st_size, 0)
 
 
 def _warn(folder: Path, found: str) -> None:

@@ -209,7 +209,10 @@ class MLflow:
             )
             run = self._client.create_run(experiment, run_name=self._run_name)
             self._run = str(run.info.run_id)
-            (self._root / self._STATE).write_text(json.dumps({"run_id": self._run}))
+            # The file is replaced at once, so that a full disk leaves no part of it.
+            new = self._root / f"{self._STATE}.new"
+            new.write_text(json.dumps({"run_id": self._run}))
+            new.replace(self._root / self._STATE)
         return self._run
 
     def write(self, record: _Record) -> None:

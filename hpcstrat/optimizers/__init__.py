@@ -4,7 +4,7 @@ from hpcstrat.optimizers.adagrad import Adagrad
 from hpcstrat.optimizers.adam import Adam, AdamW
 from hpcstrat.optimizers.lamb import LAMB
 from hpcstrat.optimizers.optimizer import Optimizer
-from hpcstrat.optimizers.parameters import Step
+from hpcstrat.optimizers.rules import Step
 from hpcstrat.optimizers.sgd import SGD
 
 __all__ = ["LAMB", "SGD", "Adagrad", "Adam", "AdamW", "Optimizer", "Step"]

@@ -8,7 +8,7 @@ import numpy as np
 
 from hpcstrat.engine.typing import Array
 from hpcstrat.optimizers.optimizer import Optimizer
-from hpcstrat.optimizers.parameters import (
+from hpcstrat.optimizers.rules import (
     CommonOptions,
     LearningRate,
     Step,

@@ -11,13 +11,13 @@ import numpy as np
 
 from hpcstrat.engine.typing import Array
 from hpcstrat.optimizers.optimizer import Optimizer
-from hpcstrat.optimizers.parameters import (
+from hpcstrat.optimizers.rules import (
     CommonOptions,
     LearningRate,
     Step,
+    compiled_rules,
     require_range,
 )
-from hpcstrat.optimizers.rules import compiled_rules
 
 
 class Adam(Optimizer):

@@ -12,7 +12,7 @@ from hpcstrat.engine.arrays.kinds import array_module, is_device
 from hpcstrat.engine.typing import Array
 from hpcstrat.optimizers.adam import AdamWithDecay
 from hpcstrat.optimizers.gradients import sum_of_squares
-from hpcstrat.optimizers.parameters import CommonOptions, LearningRate, Step
+from hpcstrat.optimizers.rules import CommonOptions, LearningRate, Step
 
 
 class LAMB(AdamWithDecay):

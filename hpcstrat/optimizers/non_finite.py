@@ -2,7 +2,7 @@
 
 With the backends `Copies` and `Parts`, a combined gradient has the same bits on every
 replica, so all replicas detect the same gradients without a message. Other backends
-exchange the result in `UpdateBackend.all_finite`.
+exchange the result in `all_finite`.
 """
 
 from __future__ import annotations

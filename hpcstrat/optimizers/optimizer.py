@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
-from hpcstrat.engine.arrays.kinds import array_module, is_device
 from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.context import AnnouncesInitErrors, current
 from hpcstrat.engine.logs import get_logger
@@ -21,22 +19,22 @@ from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.optimizers.accumulation import Accumulation
 from hpcstrat.optimizers.gradients import (
     Filling,
-    Gradient,
     Pairs,
     checked,
-    clip_to_norm,
     require_gradients,
     require_names,
-    scale,
 )
 from hpcstrat.optimizers.non_finite import NonFinite
-from hpcstrat.optimizers.parameters import LearningRate, Step, require_options
-from hpcstrat.optimizers.routine import Routine
-from hpcstrat.optimizers.rules import has_two_stages, is_of_elements
-from hpcstrat.optimizers.sharding import Parts, shards
+from hpcstrat.optimizers.routine import Routine, is_sharded, learning_rate
+from hpcstrat.optimizers.rules import (
+    LearningRate,
+    UpdateRule,
+    has_two_stages,
+    is_of_elements,
+    require_options,
+)
 from hpcstrat.optimizers.slots import Slots, spellings, unescaped
 from hpcstrat.strategies import get_strategy
-from hpcstrat.strategies.update_backends import UpdateBackend
 from hpcstrat.variables import HostValue, Variable, class_for_state
 
 # Numbers for the handles of optimizers: a newer handle has a larger number.
@@ -58,7 +56,7 @@ _STATEFUL = (
 )
 
 
-class Optimizer(AnnouncesInitErrors, ABC):
+class Optimizer(UpdateRule, AnnouncesInitErrors):
     """Base class of optimizers that sum gradients over replicas and update variables.
 
     A subclass defines an update rule, `update`, and names the state that the rule
@@ -107,16 +105,6 @@ class Optimizer(AnnouncesInitErrors, ABC):
         For options out of range.
     """
 
-    state: Mapping[str, float] = {}
-    elementwise: bool = False
-
-    _two_stages: bool = False
-    """Whether `update` is an elementwise ``_first_stage``, which overwrites the
-    gradient, followed by a ``_second_stage``, which needs whole variables."""
-
-    _by_rows: bool = False
-    """Whether a gradient of zero changes neither an element nor its state."""
-
     def __init__(
         self,
         learning_rate: LearningRate,
@@ -161,37 +149,6 @@ class Optimizer(AnnouncesInitErrors, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_routine": None}
-
-    @abstractmethod
-    def update(
-        self, step: Step, gradient: Array, value: Array, *slots: Any, **named: Any
-    ) -> None:
-        """Update a variable's array and its state in place; defined by subclasses.
-
-        Not collective: all replicas get the same arguments. `apply_gradients` calls
-        this method for each variable. For ``elementwise`` rules, several small
-        variables may be passed as one flat array.
-
-        Parameters
-        ----------
-        step : Step
-            Learning rate, number of the step, and name of the variable.
-        gradient : ndarray
-            The combined gradient, scaled and clipped; the rule may overwrite it.
-        value : ndarray of the same shape and dtype
-            The variable's array.
-        *slots : ndarray of the same shape and dtype
-            The variable's state, in the order of ``state``. A subclass may use a named
-            parameter for each array instead.
-        **named : object
-            Always empty; lets type checkers accept subclasses with other parameters.
-        """
-
-    def _is_marked(self, name: str) -> bool:
-        """Return a mark of the variable ``name``, such as whether its value decays.
-
-        Only small variables with equal marks are updated as one array."""
-        return False
 
     @property
     def key(self) -> int:
@@ -316,7 +273,6 @@ class Optimizer(AnnouncesInitErrors, ABC):
             )
         if strategy.meetings is not None:
             return self._apply_once(strategy, grads_and_vars)
-        collectives = strategy.collectives
         try:
             given = list(grads_and_vars)
             # Gradients with the last step's variables, shapes and dtypes need no check.
@@ -326,17 +282,17 @@ class Optimizer(AnnouncesInitErrors, ABC):
             added = [] if routine is not None else checked(given)
         except Exception as error:
             self._accumulation.undo(error, strategy)
-            collectives.fail("apply_gradients", error)
+            strategy.collectives.fail("apply_gradients", error)
             raise
         try:
             if routine is not None:
-                return self._combine_and_update(collectives, [given], routine)
+                return routine.step(self, [given])
             # Checkpoints omit the state of other variables if the program deleted them.
             self._current = frozenset(id(variable) for _, variable in added)
             pairs = self._accumulation.add(added, strategy)
             if pairs is None:
                 return False
-            updated = self._apply(collectives, pairs)
+            updated = self._apply(strategy, pairs)
         except Exception as error:
             self._accumulation.undo(error, strategy)
             raise
@@ -355,8 +311,8 @@ class Optimizer(AnnouncesInitErrors, ABC):
         def update(given: list[Pairs]) -> bool:
             routine = self._routine
             if routine is None or not routine.fits(strategy, list(given[0])):
-                routine = self._planned(given[0], label)
-            updated = self._combine_and_update(strategy.collectives, given, routine)
+                routine = Routine(strategy, given[0], label, self)
+            updated = routine.step(self, given)
             dense = not any(isinstance(g, IndexedSlices) for g, _ in given[0])
             self._routine = routine if dense and not self._fills else None
             if self._routine is not None and updated:
@@ -417,10 +373,10 @@ class Optimizer(AnnouncesInitErrors, ABC):
         label = self._label(pairs)
 
         def update() -> bool:
-            routine = self._planned(present, label)
-            now = self._rate(strategy.collectives) if rate is None else rate
+            routine = Routine(strategy, present, label, self)
+            own = learning_rate(self, strategy) if rate is None else rate
             gradients = [gradient for gradient, _ in present]
-            return routine.update(self, gradients, [present], now)
+            return routine.update(self, gradients, [present], own)
 
         if strategy.meetings is None:
             return update()
@@ -430,22 +386,22 @@ class Optimizer(AnnouncesInitErrors, ABC):
         )
         return updated
 
-    def _apply(self, collectives: Collectives, pairs: Pairs) -> bool:
+    def _apply(self, strategy: Any, pairs: Pairs) -> bool:
         sums = self._accumulation
         fills = self._fills or sums.inherits
         try:
             if not fills:
                 require_gradients(pairs)
         except Exception as error:
-            collectives.fail("apply_gradients", error)
+            strategy.collectives.fail("apply_gradients", error)
             raise
         if fills:
             shares = (sums.sums(), sums.unclaimed()) if sums.inherits else ()
-            pairs = self._filling.filled(collectives, pairs, *shares)
+            pairs = self._filling.filled(strategy.collectives, pairs, *shares)
             require_gradients(pairs)
         present = [(g, v) for g, v in pairs if g is not None]
-        routine = self._planned(present, self._label(pairs))
-        updated = self._combine_and_update(collectives, [present], routine)
+        routine = Routine(strategy, present, self._label(pairs), self)
+        updated = routine.step(self, [present])
         # Keep the routine, so that a next step with the same variables, shapes and
         # dtypes needs no checks and no label.
         dense = not any(g is None or isinstance(g, IndexedSlices) for g, _ in pairs)
@@ -454,89 +410,6 @@ class Optimizer(AnnouncesInitErrors, ABC):
         if plain and updated:
             routine.repeat()
         return updated
-
-    def _planned(self, pairs: Pairs, label: str) -> Routine:
-        """Return a new routine for gradients of these shapes and dtypes."""
-        strategy = get_strategy()
-        kind = Parts if shards(self, strategy) else strategy.update_backend()
-        by_elements = is_of_elements(type(self))
-        backend = kind(strategy, pairs, label, self._op, by_elements=by_elements)
-        return Routine(strategy, pairs, backend)
-
-    def _combine_and_update(
-        self, collectives: Collectives, given: list[Pairs], routine: Routine
-    ) -> bool:
-        """Combine gradients over all replicas, and update the variables."""
-        rate = self._rate(collectives)
-        parts: list[Any] = [[gradient for gradient, _ in pairs] for pairs in given]
-        reduced = routine.backend.reduce(parts, routine.sums)
-        return routine.update(self, reduced, given, rate)
-
-    def _rate(self, collectives: Collectives) -> float:
-        rate = self.learning_rate
-        if callable(rate):
-            try:
-                # If the function fails on this rank only, `fail` notifies the others.
-                rate = rate(int(self.iterations.component))
-            except Exception as error:
-                collectives.fail("apply_gradients", error)
-                raise
-        return rate
-
-    def _first_stage(self, step: Step, gradient: Array, *slots: Array) -> None:
-        """Overwrite the gradient with the result of the rule's first stage."""
-        raise NotImplementedError
-
-    def _second_stage(self, step: Step, gradient: Array, value: Array) -> None:
-        """Update a variable with the result of the first stage."""
-        raise NotImplementedError
-
-    def update_here(self, gradients: list[Any], routine: Routine) -> None:
-        """Update this rank's arrays with the rule; for the library's own modules."""
-        for bundle in routine.bundles:
-            bundle.update(self, gradients)
-        for index in routine.apart:
-            gradient, (step, wholes) = gradients[index], routine.targets[index]
-            # Dense NumPy gradients, the usual case, skip further checks.
-            if type(gradient) is np.ndarray:
-                self.update(step, gradient, *wholes)
-            else:
-                self._update_one(step, gradient, wholes)
-
-    def condition(self, gradients: Sequence[Gradient], backend: UpdateBackend) -> None:
-        """Scale and clip combined gradients in place; for the library's own modules."""
-        # The divisor is the number of calls in the sums, not `accumulate_steps`, which
-        # the program may have changed since the checkpoint was saved.
-        calls = max(1, self._accumulation.calls)
-        mean = 1 / calls if self._op is ReduceOp.MEAN else 1.0
-        if self.clip_global_norm is None and mean == 1:
-            return
-        arrays = [g.values if isinstance(g, IndexedSlices) else g for g in gradients]
-        scale(arrays, mean)
-        if self.clip_global_norm is not None:
-            clip_to_norm(arrays, self.clip_global_norm, backend.total)
-
-    def arrays_of(self, variable: Variable, sharded: bool) -> list[Array]:
-        """Return the arrays of a variable and of its state; make missing state.
-
-        For the library's own modules."""
-        state = [
-            self._slots.get(kind, variable, initial, sharded=sharded).component
-            for kind, initial in self.state.items()
-        ]
-        return [variable.component, *state]
-
-    def _update_one(self, step: Step, gradient: Gradient, wholes: list[Array]) -> None:
-        if not isinstance(gradient, IndexedSlices):
-            self.update(step, gradient, *wholes)
-        elif not self._by_rows:
-            self.update(step, gradient.to_dense(), *wholes)
-        else:
-            # Rows can be written back because indices are unique.
-            parts = [whole[gradient.indices] for whole in wholes]
-            self.update(step, gradient.values, *parts)
-            for whole, part in zip(wholes, parts, strict=True):
-                whole[gradient.indices] = part
 
     def _label(self, pairs: Pairs) -> str:
         """Return a label for the header, which must be equal on all replicas."""
@@ -549,17 +422,6 @@ class Optimizer(AnnouncesInitErrors, ABC):
             without = f" without gradients for {without}," if without else ""
             label = self._labels[key] = f"apply_gradients{without} to {names}"
         return label
-
-    def _scratch(self, like: Array) -> Array:
-        """Return an array of the same shape and dtype, which later calls reuse."""
-        # One buffer per dtype, of the largest size, is enough, because variables are
-        # updated one after the other.
-        key = is_device(like), like.dtype
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.size < like.size:
-            buffer = array_module(like).empty(like.size, like.dtype)
-            self._buffers[key] = buffer
-        return buffer[: like.size].reshape(like.shape)
 
     def build(self, variables: Sequence[Variable]) -> None:
         """Make the state of variables now, before the first step.
@@ -582,7 +444,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
             return
         self._current = frozenset(map(id, variables))
         strategy = variables[0].distribute_strategy or get_strategy()
-        sharded = shards(self, strategy)
+        sharded = is_sharded(self, strategy)
         for variable in variables:
             for kind, initial in self.state.items():
                 self._slots.get(kind, variable, initial, sharded=sharded)

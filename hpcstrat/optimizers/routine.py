@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,13 +11,12 @@ from hpcstrat.engine.arrays.casting import without_fp_warnings
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import is_device
 from hpcstrat.engine.arrays.packing import side_by_side
+from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Array, Replicas
-from hpcstrat.optimizers.gradients import Pairs, merged_rows
+from hpcstrat.optimizers.gradients import Pairs, clip_to_norm, merged_rows, scale
 from hpcstrat.optimizers.non_finite import NonFinite, all_finite, are_finite, is_finite
-from hpcstrat.optimizers.parameters import Step, Target
-from hpcstrat.optimizers.rules import is_of_elements
-from hpcstrat.optimizers.sharding import Parts
-from hpcstrat.strategies.update_backends import UpdateBackend
+from hpcstrat.optimizers.rules import Step, Target, is_of_elements
+from hpcstrat.strategies.update_backends import Copies, Parts
 from hpcstrat.variables import Variable
 
 # Arrays of up to `_SMALL` elements are copied into one array, updated there, and copied
@@ -89,22 +88,31 @@ class Routine:
     """The plan of all steps that have the same variables, shapes and dtypes.
 
     The plan keeps references to the arrays of the variables and of their state, which
-    are never replaced. In a step, `UpdateBackend.reduce` combines gradients, and then
-    `update` updates the variables.
+    are never replaced. `step` calls the update backend, which combines gradients, and
+    then the rule of the optimizer, which updates arrays.
     """
 
     def __init__(
         self,
-        strategy: Replicas,
+        strategy: Any,
         pairs: Sequence[tuple[Any, Variable]],
-        backend: UpdateBackend,
+        label: str,
+        optimizer: Any,
     ) -> None:
         self._strategy: Any = strategy
         self._expected = [
             (v, type(v.component), v.dtype, v.shape, _gpu(v.component))
             for _, v in pairs
         ]
-        self.backend = backend
+        self._label = label
+        # A rule that does not treat each element by itself has two stages, if sharded.
+        by_elements = is_of_elements(type(optimizer))
+        self._is_sharded = is_sharded(optimizer, strategy)
+        self._has_two_stages = self._is_sharded and not by_elements
+        kind = Parts if self._is_sharded else self._strategy.update_backend()
+        self.backend: Copies = kind(
+            strategy, pairs, label, optimizer._op, by_elements=by_elements
+        )
         self.non_finite: str = strategy.settings.non_finite
         # Whether all combined gradients are NumPy arrays, and the arrays into which
         # every step sums gradients; both set by `repeat`.
@@ -119,6 +127,17 @@ class Routine:
         self.apart: list[int] = []
         # All combined gradients in one array, if all are bundled and have one dtype.
         self.flat: Array | None = None
+
+    def step(self, optimizer: Any, given: list[Pairs]) -> bool:
+        """Combine gradients, and update variables; return False for a skipped step.
+
+        Collective over the strategy's replicas. ``given`` has the gradients of each
+        replica of this process.
+        """
+        rate = learning_rate(optimizer, self._strategy)
+        own = [[gradient for gradient, _ in pairs] for pairs in given]
+        reduced = self.backend.reduce(own, self.sums)
+        return self.update(optimizer, reduced, given, rate)
 
     @without_fp_warnings
     def update(
@@ -136,7 +155,8 @@ class Routine:
             ]
         if self.non_finite != "off" and self._refuses(optimizer, reduced, given):
             return False
-        optimizer.condition(reduced, backend)
+        if optimizer.clip_global_norm is not None or optimizer._op is ReduceOp.MEAN:
+            self._condition(optimizer, reduced)
         reduced = backend.gradients_here(reduced)
         if not self.begun:
             self._begin(optimizer, given[0], reduced)
@@ -144,7 +164,19 @@ class Routine:
         number = int(optimizer.iterations.component) + 1
         for step in self.steps:
             step.rate, step.number = rate, number
-        backend.update(optimizer, reduced, self)
+        try:
+            self._apply_rule(optimizer, reduced)
+        except Exception as error:
+            if backend.other_ranks_wait:
+                self._strategy.collectives.fail(self._label, error)
+            raise
+        exchanged = backend.end_update(number, self.targets)
+        if self._has_two_stages:
+            for (step, _), (_, variable), whole in zip(
+                self.targets, given[0], exchanged, strict=True
+            ):
+                array = variable.component
+                optimizer._second_stage(step, whole.reshape(array.shape), array)
         # The step count is written last: after an error in a rule, it is unchanged.
         optimizer.iterations.component[...] = number
         return True
@@ -167,10 +199,44 @@ class Routine:
         dealing: NonFinite = optimizer._non_finite
         return dealing.refuses(self.non_finite, self._strategy, given, whole)
 
+    def _condition(self, optimizer: Any, gradients: Sequence[Any]) -> None:
+        """Scale and clip combined gradients in place."""
+        limit = optimizer.clip_global_norm
+        arrays = [g.values if isinstance(g, IndexedSlices) else g for g in gradients]
+        if optimizer._op is ReduceOp.MEAN:
+            # The divisor is the number of calls in the sums, not `accumulate_steps`,
+            # which the program may have changed since the checkpoint was saved.
+            scale(arrays, 1 / max(1, optimizer._accumulation.calls))
+        if limit is not None:
+            clip_to_norm(arrays, limit, self.backend.total)
+
+    def _apply_rule(self, rule: Any, gradients: list[Any]) -> None:
+        """Update this rank's arrays with the optimizer's rule, or its first stage."""
+        if self._has_two_stages:
+            for gradient, (step, arrays) in zip(gradients, self.targets, strict=True):
+                rule._first_stage(step, gradient, *arrays[1:])
+            return
+        for bundle in self.bundles:
+            bundle.update(rule, gradients)
+        for index in self.apart:
+            gradient, (step, arrays) = gradients[index], self.targets[index]
+            # Dense NumPy gradients, the usual case, skip further checks.
+            if type(gradient) is np.ndarray:
+                rule.update(step, gradient, *arrays)
+            else:
+                rule.update_arrays(step, gradient, arrays)
+
     def _begin(self, optimizer: Any, pairs: Pairs, gradients: Sequence[Any]) -> None:
         """Make the state of the variables, and plan the variables' updates."""
-        sharded = isinstance(self.backend, Parts)
-        wholes = [optimizer.arrays_of(variable, sharded) for _, variable in pairs]
+        get, sharded = optimizer._slots.get, self._is_sharded
+        wholes = [
+            [v.component]
+            + [
+                get(kind, v, initial, sharded=sharded).component
+                for kind, initial in optimizer.state.items()
+            ]
+            for _, v in pairs
+        ]
         self.targets = [
             (Step(0.0, 0, pairs[index][1].name), arrays)
             for index, arrays in self.backend.arrays_here(wholes)
@@ -219,6 +285,34 @@ class Routine:
             ):
                 return False
         return True
+
+
+def learning_rate(optimizer: Any, strategy: Any) -> float:
+    """Return the learning rate of an optimizer's next step."""
+    rate: float | Callable[[int], float] = optimizer.learning_rate
+    if callable(rate):
+        try:
+            # If the function fails on this rank only, `fail` notifies the others.
+            rate = rate(int(optimizer.iterations.component))
+        except Exception as error:
+            strategy.collectives.fail("apply_gradients", error)
+            raise
+    return rate
+
+
+def is_sharded(optimizer: Any, strategy: Any) -> bool:
+    """Return whether each rank has state for only a part of the elements.
+
+    Raises ValueError with ``sharded=True`` if the variables cannot be divided.
+    """
+    if not optimizer._sharded or strategy.num_ranks == 1:
+        return False
+    if not strategy.update_backend().sums_whole or strategy.split is not None:
+        raise ValueError(
+            "expected variables that all ranks have a copy of for sharded=True, found "
+            f"those of {strategy!r}; leave out sharded=True"
+        )
+    return True
 
 
 def _gpu(array: Any) -> Any:

@@ -8,8 +8,12 @@ import numpy as np
 
 from hpcstrat.engine.typing import Array
 from hpcstrat.optimizers.optimizer import Optimizer
-from hpcstrat.optimizers.parameters import CommonOptions, LearningRate, Step
-from hpcstrat.optimizers.rules import compiled_rules
+from hpcstrat.optimizers.rules import (
+    CommonOptions,
+    LearningRate,
+    Step,
+    compiled_rules,
+)
 
 
 class SGD(Optimizer):

@@ -18,7 +18,7 @@ from hpcstrat.engine.arrays.casting import call_without_fp_warnings
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.typing import Array
 from hpcstrat.optimizers.optimizer import Optimizer
-from hpcstrat.optimizers.parameters import Step
+from hpcstrat.optimizers.rules import Step
 from hpcstrat.parameter_server.handles import error_bytes
 from hpcstrat.parameter_server.mailbox import Mailbox
 from hpcstrat.parameter_server.shared_files import FilePlace, SharedFiles
@@ -240,7 +240,7 @@ class VariableServer:
             shard.steps[key] = count
             step = Step(rate, count, shard.name)
             update = functools.partial(
-                rule._update_one, step, values, [shard.array, *slots]
+                rule.update_arrays, step, values, [shard.array, *slots]
             )
             # Do not use `call_without_fp_warnings`, which must not call Python code.
             with np.errstate(all="ignore"):

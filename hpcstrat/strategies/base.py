@@ -46,7 +46,7 @@ from hpcstrat.strategies.local_replicas import LocalReplicas
 from hpcstrat.strategies.older_methods import OlderMethods
 from hpcstrat.strategies.replica_context import OPERATIONS
 from hpcstrat.strategies.split import Split
-from hpcstrat.strategies.update_backends import Copies, UpdateBackend
+from hpcstrat.strategies.update_backends import Copies
 from hpcstrat.variables import MirroredVariable, SyncOnReadVariable, Variable
 
 if TYPE_CHECKING:
@@ -147,8 +147,8 @@ class Strategy(OlderMethods):
         modules.
         """
 
-    def update_backend(self) -> type[UpdateBackend]:
-        """Return the `UpdateBackend` class that makes this strategy's optimizer steps.
+    def update_backend(self) -> type[Copies]:
+        """Return the class that sums gradients in this strategy's optimizer steps.
 
         For the library's own modules."""
         return Copies

@@ -12,7 +12,7 @@ from hpcstrat.engine.settings import Settings
 from hpcstrat.strategies.devices import parse_device
 from hpcstrat.strategies.on_mpi import MpiStrategy
 from hpcstrat.strategies.step_slices import StepSlices
-from hpcstrat.strategies.update_backends import Copies, UpdateBackend
+from hpcstrat.strategies.update_backends import Copies
 from hpcstrat.variables import CentralVariable
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class CentralStorageStrategy(MpiStrategy):
     def variable_class(self, options: VariableOptions) -> Any:
         return CentralVariable
 
-    def update_backend(self) -> type[UpdateBackend]:
+    def update_backend(self) -> type[Copies]:
         return Copies if self.num_replicas_in_sync == 1 else StepSlices
 
 

@@ -14,7 +14,8 @@ from hpcstrat.engine.channel.call import describe_call, signature_text
 from hpcstrat.engine.collectives.slices import SlicedPiece, reduce_slices
 from hpcstrat.engine.collectives.work import slice_of
 from hpcstrat.engine.options import ReduceOp
-from hpcstrat.engine.typing import Array, Replicas
+from hpcstrat.engine.typing import Array
+from hpcstrat.strategies.update_backends import Copies
 from hpcstrat.variables import Variable
 
 _LINE_BYTES = 64
@@ -25,34 +26,34 @@ _PIECE_BYTES = 512 << 10
 _BLOCK_BYTES = 256 << 10
 
 
-class StepSlices:
+class StepSlices(Copies):
     """The slices in which the ranks of a worker sum gradients and update variables.
 
     The elements of all variables of one dtype form one sequence, which is divided into
     slices, one for each rank. If the optimizer's rule is not ``by_elements``, slices
     end at the ends of variables. For a sparse gradient, each rank updates a range of
     rows, or all rows of some variables. The number of slices is the same on every
-    worker: the number of ranks of the smallest worker. This class is an
-    `hpcstrat.strategies.update_backends.UpdateBackend`.
+    worker: the number of ranks of the smallest worker.
     """
 
     sums_whole = False
     sums_in_place = False
+    other_ranks_wait = True
 
     def __init__(
         self,
-        strategy: Replicas,
+        strategy: Any,
         pairs: Sequence[tuple[Any, Variable]],
         label: str,
         op: ReduceOp,
         *,
         by_elements: bool,
     ) -> None:
+        super().__init__(strategy, pairs, label, op, by_elements=by_elements)
         self._collectives = strategy.collectives
         self._channel: Any = strategy.collectives.channel
         topology = strategy.topology
         self._worker_id = topology.worker_id
-        self._label, self._op, self._by_elements = label, op, by_elements
         self._rank = topology.worker_comm.rank
         self._piece_bytes = min(_PIECE_BYTES, topology.slot_bytes)
         # A piece contains at least one cache line of each slice.
@@ -217,14 +218,8 @@ class StepSlices:
         found: list[Any] = self._collectives.batch_reduce(self._op, own, self._label)
         return found
 
-    def gradients_here(self, reduced: list[Any]) -> list[Any]:
-        return reduced
-
-    def update(self, optimizer: Any, gradients: list[Any], routine: Any) -> None:
-        """Update this rank's slices, and wait for the other ranks' updates."""
-        # An error here is raised on all ranks, which wait for this rank's updates.
-        with self._collectives.all_raise(self._label):
-            optimizer.update_here(gradients, routine)
+    def end_update(self, number: int, targets: Sequence[Any]) -> None:
+        """Wait for the other ranks' updates."""
         call = describe_call(f"end of {self._label}")
         self._channel.agree(call, self._collectives.timeout_seconds)
 

@@ -78,7 +78,7 @@ class KeepBest:
 
 @dataclass(frozen=True, slots=True)
 class KeepRules:
-    """Rules for keeping checkpoints: the parameters of `CheckpointManager`.
+    """Rules for keeping checkpoints: a part of `CheckpointOptions`.
 
     A checkpoint is kept if any rule keeps it. Raises ValueError for invalid values.
     """

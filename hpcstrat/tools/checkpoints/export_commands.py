@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import os
-import zipfile
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -205,7 +206,7 @@ def _some(names: Iterable[str]) -> str:
 )
 @click.option(
     "--step",
-    type=click.IntRange(0),
+    type=click.IntRange(0, 10**18 - 1),
     default=0,
     help="Step of the new checkpoint; default: 0.",
 )
@@ -251,25 +252,51 @@ def import_(
             directory, max_to_keep=None, independent=True, **_parts(values)
         ) as manager:
             manager.save(step)
-    except (HpcstratError, ValueError, OSError) as error:
+    except (HpcstratError, ValueError, OSError, MemoryError) as error:
         raise click.ClickException(one_line(error)) from error
     click.echo(f"{path}: {len(values)} values")
 
 
 def _read(source: str, kind: str, model: str | None) -> dict[str, Array]:
     more = {"model": model} if kind == "keras" else {}
-    try:
-        found: dict[str, Array] = _function("read", kind)(source, **more)
-    except click.ClickException:
-        raise
-    except (OSError, ValueError, LookupError, TypeError, zipfile.BadZipFile) as error:
+    read = _function("read", kind)
+    if not stat.S_ISREG(os.stat(source).st_mode):
         raise click.ClickException(
-            f"expected a file of {kind}, found {source}, which cannot be read: "
-            f"{one_line(error)}"
-        ) from error
+            f"expected a file, found {source}, which is a pipe or a device; copy it to "
+            "a file"
+        )
+    try:
+        found: dict[str, Array] = read(source, **more)
+        _require_names(found)
     except (ImportError, HpcstratError) as error:
         raise click.ClickException(one_line(error)) from error
+    except Exception as error:
+        # The libraries of the formats raise errors of any class for a damaged file.
+        raise click.ClickException(
+            f"expected a file of {kind}, found {source}, which cannot be read: "
+            f"{type(error).__name__}: {one_line(error)}; copy the file again"
+        ) from error
     return found
+
+
+def _require_names(names: Iterable[str]) -> None:
+    """Raise ValueError for names that cannot be paths of datasets in a checkpoint."""
+    known = set(names)
+    for name in known:
+        parts = name.split("/")
+        if {"", ".", ".."} & {*parts} or "\0" in name or not _is_text(name):
+            raise ValueError(f"the name {name!r} has an empty part, a dot or no text")
+        groups = itertools.accumulate(parts[:-1], "{}/{}".format)
+        if inside := known.intersection(groups):
+            raise ValueError(f"{min(inside)!r} is a value, and {name!r} is in it")
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _checked_values(path: str) -> dict[str, Array]:

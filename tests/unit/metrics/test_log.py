@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
 import json
 import math
+import os
+import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -337,3 +341,145 @@ def test_progress_is_lines_where_there_is_no_terminal(
         assert progress.has_bar
         progress.advance(4, loss=0.5)
     assert "100%" in capsys.readouterr().err
+
+
+@contextlib.contextmanager
+def _full_disk(file: Path, room: int) -> Iterator[None]:
+    """Let writes fail ``room`` bytes after a file's last line, as on a full disk."""
+    size = file.read_bytes().rfind(b"\n") + 1 if file.exists() else 0
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@hypothesis.given(
+    actions=st.lists(
+        st.one_of(st.just("save"), st.just("log"), st.integers(0, 40)),
+        min_size=3,
+        max_size=12,
+    ),
+    data=st.data(),
+)
+def test_a_failed_write_removes_its_own_line_only(
+    actions: list[Any], data: st.DataObject
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder, logged = Path(name), list[int]()
+        log = hs.metrics.Log(folder)
+        weights = hs.Variable(0, dtype="int64", name="weights")
+        options = {"max_to_keep": None, "weights": weights, "log": log}
+        saved = dict[str, list[int]]()
+        with hs.CheckpointManager(folder, **options) as manager:
+            for step, action in enumerate(actions, 1):
+                if action == "save":
+                    saved[manager.save(step)] = list(logged)
+                elif action == "log":
+                    log.scalars(step, loss=step)
+                    logged.append(step)
+                else:
+                    with (
+                        _full_disk(folder / LogFile.NAME, action),
+                        pytest.raises(OSError, match="File too large"),
+                    ):
+                        log.scalars(step, loss=step)
+            if saved:
+                path = data.draw(st.sampled_from(sorted(saved)))
+                manager.restore(path)
+                logged = saved[path]
+                log.scalars(99, loss=99)
+                logged.append(99)
+        assert [record["step"] for record in _records(folder)] == logged
+
+
+def test_lines_that_cannot_be_moved_stay_and_are_moved_once(tmp_path: Path) -> None:
+    log = hs.metrics.Log(tmp_path)
+    weights = hs.Variable(0, dtype="int64", name="weights")
+    with hs.CheckpointManager(tmp_path, weights=weights, log=log) as manager:
+        log.scalars(1, loss=1)
+        manager.save(1)
+        log.scalars(2, loss=2)
+        log.scalars(3, loss=3)
+        with (
+            _full_disk(tmp_path / LogFile.REMOVED, 20),
+            pytest.raises(OSError, match="File too large"),
+        ):
+            manager.restore()
+        assert [record["step"] for record in _records(tmp_path)] == [1, 2, 3]
+        manager.restore()
+    assert [record["step"] for record in _records(tmp_path)] == [1]
+    removed = hs.metrics.read_log(tmp_path / LogFile.REMOVED)
+    assert [record["step"] for record in removed] == [2, 3]
+
+
+def test_a_training_that_cannot_begin_anew_keeps_the_old_lines_apart(
+    tmp_path: Path,
+) -> None:
+    hs.metrics.Log(tmp_path).scalars(7, loss=1)
+    log = hs.metrics.Log(tmp_path)
+    with (
+        _full_disk(tmp_path / LogFile.REMOVED, 20),
+        pytest.raises(OSError, match="File too large"),
+    ):
+        log.scalars(1, loss=1)
+    log.scalars(2, loss=2)
+    assert [record["step"] for record in _records(tmp_path)] == [2]
+    removed = hs.metrics.read_log(tmp_path / LogFile.REMOVED)
+    assert [record["step"] for record in removed] == [7]
+
+
+def test_a_failed_fsync_is_followed_by_a_new_copy_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = hs.metrics.Log(tmp_path)
+    log.scalars(1, loss=1)
+    file, own = tmp_path / LogFile.NAME, os.fsync
+    before = file.stat().st_ino
+
+    def fail(number: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    # No device of this machine fails when it is told to.
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        log.flush()
+    monkeypatch.setattr(os, "fsync", own)
+    log.flush()
+    assert file.stat().st_ino != before
+    log.scalars(2, loss=2)
+    log.flush()
+    assert [record["step"] for record in _records(tmp_path)] == [1, 2]
+
+
+@pytest.mark.parametrize("saves", ["first", "second"])
+def test_a_log_with_the_lines_of_another_is_restored_with_both(
+    saves: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = hs.metrics.Log(tmp_path), hs.metrics.Log(tmp_path)
+    weights = hs.Variable(0, dtype="int64", name="weights")
+    first.scalars(1, loss=1)
+    second.scalars(2, loss=2)
+    first.scalars(3, loss=3)
+    second.scalars(4, loss=4)
+    log = {"first": first, "second": second}[saves]
+    with hs.CheckpointManager(tmp_path, weights=weights, log=log) as manager:
+        manager.save(1)
+        log.scalars(5, loss=5)
+        manager.restore()
+    assert "give each log a folder of its own" in caplog.text
+    assert [record["step"] for record in _records(tmp_path)] == [2, 3, 4]
+
+
+def test_a_picture_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    log = hs.metrics.Log(tmp_path)
+    noise = np.random.default_rng(1).random((40, 50, 3))
+    with (
+        _full_disk(tmp_path / "none", 100),
+        pytest.raises(OSError, match="File too large"),
+    ):
+        log.picture(1, "digits", noise)
+    log.picture(1, "digits", noise)
+    assert [p.name for p in (tmp_path / "pictures/digits").iterdir()] == ["1.png"]

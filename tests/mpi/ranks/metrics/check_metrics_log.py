@@ -102,3 +102,30 @@ def test_what_cannot_be_logged_on_one_replica_is_an_error_on_all(
     job.Barrier()
     assert [r["step"] for r in _records(folder)] == [2]
     job.Barrier()
+
+
+def test_a_restore_that_cannot_truncate_the_log_is_an_error_on_all(
+    make_strategy: Any, job: Any, folder: Path
+) -> None:
+    strategy = make_strategy(on_error="raise")
+    with strategy.scope():
+        weights = hs.Variable(1.0, name="weights")
+    log = hs.metrics.Log(folder, strategy=strategy)
+    with hs.CheckpointManager(folder, weights=weights, log=log) as manager:
+        manager.save(1)
+        log.scalars(2, loss=1)
+        # A folder of this name is in the way of the removed lines.
+        in_the_way = folder / "metrics.removed.jsonl"
+        if strategy.replica_id == 0:
+            in_the_way.mkdir()
+        kind = OSError if strategy.replica_id == 0 else hs.ReplicaError
+        with pytest.raises(kind, match="Is a directory"):
+            manager.restore()
+        if strategy.replica_id == 0:
+            in_the_way.rmdir()
+        job.Barrier()
+        manager.restore()
+        log.scalars(2, loss=2)
+    job.Barrier()
+    assert [record["scalars"]["loss"] for record in _records(folder)] == [2]
+    job.Barrier()

@@ -15,7 +15,7 @@ import hpcstrat as hs
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.options import VariableOptions
 from hpcstrat.strategies.on_mpi import MpiStrategy
-from hpcstrat.strategies.update_backends import Copies, UpdateBackend
+from hpcstrat.strategies.update_backends import Copies
 from hpcstrat.variables import SyncOnReadVariable
 
 pytestmark = pytest.mark.rule
@@ -47,12 +47,11 @@ class AveragedCopies(Copies):
         found: list[Any] = self._call("sum", own, "all gradients")
         return found
 
-    def update(self, optimizer: Any, gradients: list[Any], routine: Any) -> None:
-        optimizer.update_here(gradients, routine)
-        if (int(optimizer.iterations) + 1) % self._strategy.every == 0:
+    def end_update(self, number: int, targets: Any) -> None:
+        if number % self._strategy.every == 0:
             # Average the targets of this step: all variables, and the optimizer's
             # state.
-            arrays = [array for _, wholes in routine.targets for array in wholes]
+            arrays = [array for _, wholes in targets for array in wholes]
             self._call("mean", arrays, "average", out=arrays)
 
     def _call(self, op: str, value: Any, what: str, **options: Any) -> Any:
@@ -78,7 +77,7 @@ class AveragingStrategy(MpiStrategy):
         on_read = options.synchronization is hs.VariableSynchronization.ON_READ
         return SyncOnReadVariable if on_read else AveragedVariable
 
-    def update_backend(self) -> type[UpdateBackend]:
+    def update_backend(self) -> type[Copies]:
         return AveragedCopies
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hpcstrat.engine import native
 from hpcstrat.optimizers import LAMB, SGD, Adam, AdamW, adam, sgd
 from hpcstrat.optimizers.optimizer import Optimizer
-from hpcstrat.optimizers.parameters import Step
+from hpcstrat.optimizers.rules import Step
 
 ROOT = Path(native.__file__).parents[3]
 SOURCE = Path(native.__file__).with_name("update_rules.c")

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
+import subprocess
+import sys
 import tracemalloc
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +21,7 @@ from click.testing import CliRunner, Result
 
 import hpcstrat as hs
 from hpcstrat.checkpoint.exchange import read_safetensors
+from hpcstrat.checkpoint.file.reader import map_values, open_checkpoint
 from hpcstrat.cli.main import main
 
 # All bit patterns of bfloat16, with NaN payloads.
@@ -371,3 +378,203 @@ def test_types_that_a_format_lacks_are_named(tmp_path: Path) -> None:
     done = _run("export", saved, output)
     assert "'variables/net/w' of complex128" in " ".join(done.output.split())
     assert not output.exists()
+
+
+def _refused(source: Path, folder: Path) -> str:
+    done = _run("import", source, folder, "--part", "net")
+    assert isinstance(done.exception, SystemExit), done.exception
+    assert done.exit_code == 1
+    [line] = done.output.strip().splitlines()
+    assert not list(folder.glob("*"))
+    return line
+
+
+def test_values_under_a_second_name_are_imported_under_both(tmp_path: Path) -> None:
+    source = tmp_path / "x.h5"
+    with h5py.File(source, "w") as file:
+        file["w"], file["group/v"] = np.arange(3.0), np.arange(2)
+        file["again"] = file["w"]
+        file["soft"] = h5py.SoftLink("/group/v")
+        file["whole"] = h5py.SoftLink("group")
+        file["group/up"] = h5py.SoftLink("/w")
+    _good("import", source, tmp_path / "b", "--part", "net")
+    found = map_values(open_checkpoint(str(tmp_path / "b/ckpt-0000000000.h5")))
+    names = {"w": 3.0, "again": 3.0, "group/up": 3.0, "whole/up": 3.0}
+    assert found.keys() == {
+        f"net/{name}" for name in [*names, "group/v", "soft", "whole/v"]
+    }
+    for name in names:
+        assert found[f"net/{name}"].tolist() == [0, 1, 2]
+    for name in ("group/v", "soft", "whole/v"):
+        assert found[f"net/{name}"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("external", "the values of n are in another file"),
+        ("virtual", "the values of n are in another file"),
+        ("link", "n is a link to another file"),
+        ("through", "n is a link to another file"),
+        ("cycle", "n contains itself"),
+        ("nothing", "n is a link to nothing"),
+        ("huge", "n is said to have 8,796,093,022,208 bytes, but the file has 0"),
+        ("many", "it has more than 10,000 links to other names"),
+    ],
+)
+def test_hdf5_files_with_parts_elsewhere_are_refused(
+    kind: str, words: str, tmp_path: Path
+) -> None:
+    source, other = tmp_path / "x.h5", tmp_path / "other.h5"
+    with h5py.File(other, "w") as file:
+        file["group/secret"] = np.arange(5.0)
+    with h5py.File(source, "w") as file:
+        file["w"] = np.ones(2)
+        match kind:
+            case "external":
+                file.create_dataset("n", (3,), "f8", external=[(str(other), 0, 24)])
+            case "virtual":
+                layout = h5py.VirtualLayout((5,), "f8")
+                layout[:] = h5py.VirtualSource(str(other), "group/secret", (5,))
+                file.create_virtual_dataset("n", layout)
+            case "link":
+                file["n"] = h5py.ExternalLink(str(other), "/group/secret")
+            case "through":
+                file["n"] = h5py.ExternalLink(str(other), "/group")
+                file["a"] = h5py.SoftLink("/n/secret")
+            case "cycle":
+                file["n/up"] = h5py.SoftLink("/n")
+            case "nothing":
+                file["n"] = h5py.SoftLink("/missing")
+            case "huge":
+                file.create_dataset("n", (1 << 40,), "f8", chunks=(1 << 20,))
+            case "many":
+                file.create_group("g0")["w"] = np.ones(1)
+                for number in range(1, 40):
+                    group = file.create_group(f"g{number}")
+                    group["a"] = group["b"] = file[f"g{number - 1}"]
+    line = _refused(source, tmp_path / "b")
+    assert words in line.replace("n/up", "n")
+
+
+def test_numbers_that_hdf5_stores_in_fewer_bits_are_converted(tmp_path: Path) -> None:
+    source, numbers = tmp_path / "x.h5", np.array([-5, 2000, 0, 7], np.int16)
+    with h5py.File(source, "w") as file:
+        kind = h5py.h5t.STD_I16LE.copy()
+        kind.set_precision(12)
+        kind.set_offset(4)
+        space = h5py.h5s.create_simple(numbers.shape)
+        made = h5py.h5d.create(file.id, b"n", kind, space)
+        made.write(space, space, numbers)
+    _good("import", source, tmp_path / "b", "--part", "net")
+    found = map_values(open_checkpoint(str(tmp_path / "b/ckpt-0000000000.h5")))
+    assert found["net/n"].tolist() == numbers.tolist()
+
+
+def _safetensors(path: Path, header: Any, data: bytes = b"") -> Path:
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        ([], "is no object of JSON"),
+        ("[" * 100_000, "RecursionError"),
+        ({"w": 3}, "by something else than a dict"),
+        ({"w": {"dtype": "U8", "shape": [8]}}, "data_offsets"),
+        ({"w": {"dtype": "F9", "shape": [8], "data_offsets": [0, 8]}}, "'F9'"),
+        ({"w": {"dtype": "U8", "shape": [8.0], "data_offsets": [0, 8]}}, "is no count"),
+        ({"w": {"dtype": "U8", "shape": [1e999], "data_offsets": [0, 8]}}, "no count"),
+        ({"w": {"dtype": "U8", "shape": [1 << 70], "data_offsets": [0, 8]}}, "not fit"),
+        ({"w": {"dtype": "U8", "shape": [6], "data_offsets": [2, 8]}}, "not fit"),
+        (
+            '{"w": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]},'
+            ' "w": {"dtype": "I8", "shape": [8], "data_offsets": [0, 8]}}',
+            "['w'] twice",
+        ),
+        (
+            {
+                name: {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}
+                for name in "ab"
+            },
+            "do not fit",
+        ),
+        (
+            {"a/../b": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}},
+            "'a/../b' has an empty part",
+        ),
+        (
+            {
+                "a/b": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
+                "a": {"dtype": "U8", "shape": [4], "data_offsets": [4, 8]},
+            },
+            "'a' is a value, and 'a/b' is in it",
+        ),
+    ],
+)
+def test_damaged_headers_of_safetensors_are_one_line(
+    header: Any, words: str, tmp_path: Path
+) -> None:
+    source = _safetensors(tmp_path / "x.safetensors", header, bytes(8))
+    assert words in _refused(source, tmp_path / "b")
+
+
+def test_npz_files_that_lie_about_their_members_are_refused(tmp_path: Path) -> None:
+    def member(shape: tuple[int, ...], data: bytes) -> bytes:
+        stream = io.BytesIO()
+        about = {"descr": "<f8", "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(stream, about)
+        return stream.getvalue() + data
+
+    cases = {
+        "short": ([("w.npy", member((9,), bytes(16)))], "has 16 bytes, not the 72"),
+        "huge": ([("w.npy", member((1 << 40,), bytes(16)))], "not the 8,796,093,022"),
+        "negative": ([("w.npy", member((-2, -1), bytes(16)))], "or no array"),
+        "twice": (
+            [("w.npy", member((2,), bytes(16))), ("w", member((2,), bytes(16)))],
+            "two values named 'w'",
+        ),
+    }
+    for name, (members, words) in cases.items():
+        for compression in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            source = tmp_path / f"{name}.npz"
+            with zipfile.ZipFile(source, "w", compression) as archive:
+                for path, data in members:
+                    archive.writestr(path, data)
+            assert words in _refused(source, tmp_path / "b")
+    damaged = _npz(tmp_path / "damaged.npz", w=np.arange(300.0))
+    data = bytearray(damaged.read_bytes())
+    data[data.index(np.float64(200).tobytes())] ^= 1
+    damaged.write_bytes(data)
+    assert "Bad CRC-32" in _refused(damaged, tmp_path / "b")
+
+
+def test_a_pipe_and_a_huge_step_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.npz")
+    assert "a pipe or a device" in _refused(tmp_path / "x.npz", tmp_path / "b")
+    source = _npz(tmp_path / "y.npz", w=np.ones(3))
+    words = "import", source, tmp_path / "b", "--part", "net", "--step"
+    done = _run(*words, 10**18)
+    assert isinstance(done.exception, SystemExit)
+    assert "is not in the range" in done.output
+    _good(*words, 10**18 - 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [("npz", 40), ("h5", 40), ("safetensors", 40), ("links", 40), ("headers", 40)],
+)
+def test_damaged_files_are_imported_exactly_or_refused(
+    kind: str, count: int, tmp_path: Path
+) -> None:
+    words = [sys.executable, "-m", "tests.faults.foreign", kind, "0", str(count)]
+    done = subprocess.run(
+        [*words, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, (done, (tmp_path / "case").read_text())
+    [line] = done.stdout.splitlines()
+    imports, errors = (int(part.split()[0]) for part in line.split(", "))
+    assert imports + errors == count
+    assert imports > 0
