@@ -30,10 +30,10 @@ MUTANTS = (
     _m(
         "by MPI: a mean is not divided",
         "3:reductions",
-        """    yield comm.Iallreduce(values, total, comm.mpi.SUM)
+        """    yield comm.Iallreduce(values, total, op)
     divide(total, divisor)
 """,
-        "    yield comm.Iallreduce(values, total, comm.mpi.SUM)\n",
+        "    yield comm.Iallreduce(values, total, op)\n",
     ),
     _m(
         "between ranks: the sums of several arrays are not copied out",
@@ -135,8 +135,8 @@ MUTANTS = (
     _m(
         "between workers: the third worker's sum is left out",
         "3:all_reduce",
-        "add_in_order(terms, own, terms[1 if me == 0 else 0])",
-        "add_in_order(terms[:2], own, terms[1 if me == 0 else 0])",
+        "add_in_order(terms, own, terms[1 if me == 0 else 0], function)",
+        "add_in_order(terms[:2], own, terms[1 if me == 0 else 0], function)",
     ),
     _m(
         "halves: the scale of a message is not taken back",
