@@ -168,5 +168,5 @@ class TreeOrder:
             return self._add((level - 1, 2 * number), known, out, function)
         first = self._add((level - 1, 2 * number), known, out, function)
         second = self._add(right, known, np.empty_like(out), function)
-        function(first, second, out)
+        function(first, second, out=out)
         return out

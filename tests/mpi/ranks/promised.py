@@ -91,8 +91,12 @@ def difference(found: Any, wanted: Any) -> str:
     name = f"{wanted.dtype}{list(wanted.shape)}"
     if (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
         return f"{name} became {found.dtype}{list(found.shape)}"
-    pairs = zip(found.reshape(-1), wanted.reshape(-1), strict=True)
-    wrong = [i for i, pair in enumerate(pairs) if not same_bits(*map(np.asarray, pair))]
+    rows = [
+        np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(array.size, -1)
+        for array in (found, wanted)
+    ]
+    nans = (found != found) & (wanted != wanted)
+    wrong = np.flatnonzero((rows[0] != rows[1]).any(axis=1) & ~nans.reshape(-1))
     first = np.unravel_index(wrong[0], wanted.shape)
     place = list(map(int, first))
     return (
