@@ -66,10 +66,25 @@ class _NamedEnum(enum.Enum):
 
 
 class ReduceOp(_NamedEnum):
-    """The operation that combines the values of several replicas into one value."""
+    """The operation that combines the values of several replicas into one value.
+
+    ``MAX`` and ``MIN`` compare elements as IEEE 754-2019 does: the result is NaN (that
+    of ``numpy.nan``) if one of the elements is NaN, and -0.0 is less than 0.0. ``ALL``
+    and ``ANY`` are the logical "and" and "or" of booleans. tf.distribute has ``SUM``
+    and ``MEAN`` only.
+    """
 
     SUM = "SUM"
     MEAN = "MEAN"
+    MAX = "MAX"
+    MIN = "MIN"
+    ALL = "ALL"
+    ANY = "ANY"
+
+    @property
+    def adds(self) -> bool:
+        """True for ``SUM`` and ``MEAN``."""
+        return self is ReduceOp.SUM or self is ReduceOp.MEAN
 
     @classmethod
     def parse(cls, value: Any) -> ReduceOp:

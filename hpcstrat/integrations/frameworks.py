@@ -14,12 +14,14 @@ from pathlib import Path
 
 from hpcstrat.engine.call_sites import pass_over
 from hpcstrat.engine.context import pop, push
+from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Array
 from hpcstrat.engine.values import Adopted
 from hpcstrat.strategies import Strategy
 from hpcstrat.variables import Variable
 
 __all__ = [
+    "gradient_operation",
     "meeting_place",
     "refuse_logical_replicas",
     "require",
@@ -40,6 +42,17 @@ def require_sums_each_step(strategy: Strategy, what: str) -> None:
             f"{strategy!r}; use MultiWorkerMirroredStrategy, or make the model "
             "outside of the scope"
         )
+
+
+def gradient_operation(op: ReduceOp | str) -> ReduceOp:
+    """Return the operation that combines gradients; ValueError if not SUM or MEAN."""
+    parsed = ReduceOp.parse(op)
+    if not parsed.adds:
+        raise ValueError(
+            f"expected SUM or MEAN to combine gradients, found {parsed.name}; pass one "
+            "of the two"
+        )
+    return parsed
 
 
 def refuse_logical_replicas(strategy: Strategy, what: str, advice: str) -> None:

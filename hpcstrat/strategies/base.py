@@ -464,20 +464,24 @@ class Strategy(OlderMethods):
         *,
         out: Tree = None,
     ) -> Tree:
-        """Sum or average the replicas' values; every rank gets the result.
+        """Combine the replicas' values by an operation; every rank gets the result.
 
         Collective over the strategy's replicas.
 
         Parameters
         ----------
         reduce_op : ReduceOp or str
-            ``SUM`` or ``MEAN``.
+            ``SUM``, ``MEAN``, ``MAX``, ``MIN``, ``ALL`` or ``ANY``. ``MAX`` and ``MIN``
+            take booleans, integers, and floating-point numbers of at most 8 bytes;
+            ``ALL`` and ``ANY`` take booleans.
         value : PerReplica, SyncOnRead variable, or array_like of shape (...)
             A value that is not distributed is this rank's contribution. Without
             ``axis``, ``value`` may be a nested structure.
         axis : int or tuple of int, optional
             Also reduce over these dimensions of each replica's array. Their lengths may
-            differ between replicas; ``MEAN`` is then the mean of all elements.
+            differ between replicas; ``MEAN`` is then the mean of all elements. If no
+            replica has an element, ``MAX`` is minus infinity or the smallest integer,
+            ``ALL`` is True, and ``ANY`` is False.
         out : ndarray or tree of ndarray, optional
             Arrays that receive the results; not with ``axis``. They must be writable,
             have the structure, shapes and dtypes of the result, and share no memory
@@ -493,9 +497,9 @@ class Strategy(OlderMethods):
         Raises
         ------
         ValueError
-            For an unknown operation, an axis out of range, a dtype that cannot be
-            summed, the ``SUM`` of a Mirrored value, or an ``out`` that does not fit the
-            result.
+            For an unknown operation, an axis out of range, a dtype that the operation
+            does not take, IndexedSlices with another operation than SUM and MEAN, the
+            ``SUM`` of a Mirrored value, or an ``out`` that does not fit the result.
         TypeError
             If ``axis`` is not an integer or a tuple of integers, or if ``value`` is a
             nested structure and ``axis`` is given.

@@ -80,7 +80,7 @@ class StrategyExtended:
         Parameters
         ----------
         reduce_op : ReduceOp or str
-            ``SUM`` or ``MEAN``.
+            An operation, as in ``Strategy.reduce``.
         value : PerReplica or array_like of shape (...)
             A value that is not distributed is this rank's contribution.
         destinations : variable, distributed value or str
@@ -125,7 +125,7 @@ class StrategyExtended:
         Parameters
         ----------
         reduce_op : ReduceOp or str
-            ``SUM`` or ``MEAN``.
+            An operation, as in ``Strategy.reduce``.
         value_destination_pairs : sequence of (value, destinations)
             Values and destinations, each as in `reduce_to`.
         options, experimental_hints : CommunicationOptions, optional

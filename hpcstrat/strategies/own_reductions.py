@@ -81,7 +81,7 @@ class HookedCollectives(Collectives):
         """Reduce a tree by calling the hooks; see `Reductions.reduce_in_call`."""
         leaves, structure = flatten(trees)
         values = [
-            PerReplica(v if isinstance(v, IndexedSlices) else to_reducible(v))
+            PerReplica(v if isinstance(v, IndexedSlices) else to_reducible(v, op))
             for v in leaves
         ]
         options = options or self._options

@@ -144,14 +144,14 @@ class ReplicaContext:
         experimental_hints: CommunicationOptions | None = None,
         out: Tree = None,
     ) -> Tree:
-        """Sum or average the replicas' values; every replica gets the result.
+        """Combine the replicas' values by an operation; every replica gets the result.
 
         Collective over the strategy's replicas.
 
         Parameters
         ----------
         reduce_op : ReduceOp or str
-            ``SUM`` or ``MEAN``.
+            An operation, as in ``Strategy.reduce``.
         value : tree of array or IndexedSlices, each of shape (...)
             This replica's value; structures, shapes and dtypes are equal on all
             replicas.
@@ -174,8 +174,8 @@ class ReplicaContext:
             If replicas' structures, shapes, dtypes or operations differ. On every
             replica.
         ValueError
-            For an unknown operation, a dtype that cannot be summed, or an ``out`` of
-            another structure, shape or dtype.
+            For an unknown operation, a dtype that the operation does not take, or an
+            ``out`` of another structure, shape or dtype.
         """
         options = options or experimental_hints
         if options is None and type(reduce_op) in OPERATIONS:
@@ -225,7 +225,7 @@ class ReplicaContext:
         Parameters
         ----------
         reduce_op : ReduceOp or str
-            ``SUM`` or ``MEAN``.
+            An operation, as in ``Strategy.reduce``.
         value : tree of array, each of shape (...)
             As in `all_reduce`, but IndexedSlices are not allowed. Do not write to
             ``value`` before the reduction has ended.

@@ -9,6 +9,7 @@ import numpy as np
 
 from hpcstrat.engine.arrays.casting import rounded
 from hpcstrat.engine.arrays.kinds import as_array, is_device, is_half, to_reducible
+from hpcstrat.engine.arrays.order_keys import largest_along
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.tree import flatten, is_leaf, unflatten
 from hpcstrat.engine.typing import Array, Tree
@@ -28,14 +29,14 @@ def reduce(
     *,
     combine: Combine | None = None,
 ) -> Tree:
-    """Sum or average the replicas' values; see `Strategy.reduce`.
+    """Reduce the replicas' values; see `Strategy.reduce`.
 
     Collective over ``topology.replica_comm``. ``combine`` replaces the strategy's sum.
     """
     combine = combine or replicas.reduce_parts
     op = ReduceOp.parse(reduce_op)
     if axis is not None:
-        arrays, axes = _checked(replicas, value, axis)
+        arrays, axes = _checked(replicas, op, value, axis)
         if out is not None:
             raise ValueError(
                 f"expected no out in a reduction over axis {axis!r}, found one; leave "
@@ -66,7 +67,8 @@ def _structure(
             f"Mirrored value, which is the same on all {count}; use MEAN, "
             "or multiply it by the number of replicas"
         )
-    # Mirrored values are not sent: the mean of equal values is the value itself.
+    # Mirrored values are not sent: the mean of equal values is the value itself, and
+    # so are the results of the operations that compare elements.
     rest = [i for i in range(len(leaves)) if not mirrored[i]]
     if rest:
         parts = replicas.parts([leaves[i] for i in rest])
@@ -75,12 +77,14 @@ def _structure(
     for index, same in enumerate(mirrored):
         if same:
             local = leaves[index].values[0]
+            if not op.adds:
+                to_reducible(local, op)
             leaves[index] = local.copy() if is_device(local) else np.array(local)
     return unflatten(structure, leaves)
 
 
 def _checked(
-    replicas: LocalReplicas, value: Tree, axis: Any
+    replicas: LocalReplicas, op: ReduceOp, value: Tree, axis: Any
 ) -> tuple[list[Array], tuple[int, ...]]:
     """Return the arrays of this rank's replicas, and the axes as numbers from 0."""
     if not is_leaf(value):
@@ -96,7 +100,7 @@ def _checked(
             f"expected an integer or a tuple of integers as axis, found {axis!r}; "
             "change it"
         )
-    arrays = [to_reducible(part) for part in replicas.parts(value)]
+    arrays = [to_reducible(part, op) for part in replicas.parts(value)]
     array = arrays[0]
     if not all(-array.ndim <= a < array.ndim for a in axes):
         raise ValueError(
@@ -116,6 +120,11 @@ def _over_axes(
 ) -> Array:
     dtype = arrays[0].dtype
     label = f"reduce({op.name}, axis={axes if len(axes) > 1 else axes[0]})"
+    if not op.adds:
+        largest: Array = combine(
+            op, [largest_along(array, axes, op) for array in arrays], label
+        )
+        return largest
     # float16 and bfloat16 arrays are summed in float32, and rounded once.
     wide = np.dtype(np.float32) if is_half(dtype) else dtype
     if op is ReduceOp.MEAN and dtype.kind in "iu":

@@ -2,15 +2,16 @@
 
 After each phase of a test, the ranks exchange its outcome over the plugin's own
 communicator. A test that fails on some ranks fails on all ranks, with the reports of
-all ranks. A test that only some ranks skip fails, too. If a test fails on one rank
-while other ranks hang in it, the failed rank waits ``patience`` seconds, shows its
-report and the other ranks' stacks, and aborts the job.
+all ranks; equal reports are shown once. A test that only some ranks skip fails, too. If
+a test fails on one rank while other ranks hang in it, the failed rank waits
+``patience`` seconds, shows its report and the other ranks' stacks, and aborts the job.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import signal
 import time
 import zlib
@@ -32,6 +33,7 @@ _FAILED_PATIENCE_SECONDS = 15.0
 _KEY_LENGTH = 200
 _OUTCOMES = ("passed", "skipped", "failed")
 FAILED = _OUTCOMES.index("failed")
+_ADDRESS = re.compile("0x[0-9a-f]+")
 
 
 class RanksInStep:
@@ -159,9 +161,8 @@ class RanksInStep:
             own = f"({report.when})\n{report.outcome} on this rank, not on all"
         texts = self.comm.allgather((own, _title(report) if report.failed else ""))
         whole = "\n\n".join(
-            f"=== rank {rank} of {self.comm.size}{title}\n{text}"
-            for rank, (text, title) in enumerate(texts)
-            if text
+            f"=== {ranks} of {self.comm.size}{title}\n{text}"
+            for ranks, (text, title) in _joined(texts)
         )
         report.outcome = "failed"
         report.longrepr = f"{whole}\n\nAgain: {self._again(item)}"
@@ -188,6 +189,23 @@ def _text(report: pytest.TestReport) -> str:
     """Return pytest's report of a failed phase of a test."""
     sections = (f"--- {title}\n{content}" for title, content in report.sections)
     return "\n".join([f"({report.when})", report.longreprtext, *sections])
+
+
+def _joined(texts: Sequence[tuple[str, str]]) -> list[tuple[str, tuple[str, str]]]:
+    """Return ranks and their report, once for ranks whose reports are equal.
+
+    Addresses of objects, which differ between processes, do not count. The report of a
+    rank is its text, empty if the rank has none, and its title.
+    """
+    found: dict[str, tuple[list[int], tuple[str, str]]] = {}
+    for rank, report in enumerate(texts):
+        if report[0]:
+            key = _ADDRESS.sub("", "\n".join(report))
+            found.setdefault(key, ([], report))[0].append(rank)
+    return [
+        (f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}", report)
+        for ranks, report in found.values()
+    ]
 
 
 def _title(report: pytest.TestReport) -> str:

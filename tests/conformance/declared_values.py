@@ -43,6 +43,7 @@ __all__ = [
     "first_of_all",
     "initial_cast",
     "logical_components",
+    "more_operations",
     "more_types",
     "objects",
     "run_result",
@@ -147,6 +148,17 @@ def contributions(view: View, memory: Memory) -> str | None:
         return None
     rows = (_row_of_contributions(view, event["value"]) for event in rounds[0])
     return next((row for row in rows if row is not None), None)
+
+
+def more_operations(view: View, memory: Memory) -> str | None:
+    """Declare the result of an operation that TensorFlow does not have."""
+    kinds = "reduce", "all_reduce"
+    events = [event for found in view.events(*kinds) for event in found]
+    if not view.complete or view.expected_error() is None or not events:
+        return None
+    if any(str(event["reduce_op"]).upper() not in ("MAX", "MIN") for event in events):
+        return None
+    return "more-operations" if combinations_follow_rule(view, *kinds) else None
 
 
 def _sums(view: View) -> bool:

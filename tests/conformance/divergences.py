@@ -49,6 +49,7 @@ EXPLAIN: Sequence[Explain] = (
     declared_values.empty_batch,
     declared_values.captured,
     declared_values.objects,
+    declared_values.more_operations,
     declared_values.more_types,
     declared_values.first_of_all,
     declared_values.logical_components,

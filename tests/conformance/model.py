@@ -72,10 +72,12 @@ def _sum(arrays: Sequence[Array]) -> Array:
 
 
 def aggregate(how: str, arrays: Sequence[Array], axis: Any = None) -> Array:
-    """Reduce the parts of all replicas: SUM, MEAN or ONLY_FIRST_REPLICA."""
+    """Reduce all replicas' parts: SUM, MEAN, MAX, MIN or ONLY_FIRST_REPLICA."""
     how = str(how).upper()
     if how == "ONLY_FIRST_REPLICA":
         return arrays[0]
+    if how in ("MAX", "MIN") and axis is None:
+        return np.asarray((np.maximum if how == "MAX" else np.minimum).reduce(arrays))
     dtype = arrays[0].dtype
     parts = [np.asarray(a if axis is None else a.sum(axis, dtype)) for a in arrays]
     total = np.asarray(_sum(parts), dtype)

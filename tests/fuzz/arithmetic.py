@@ -14,8 +14,10 @@ __all__ = ["Rule", "clip", "combine", "fitting", "over_axis"]
 
 
 def combine(op: str, parts: Sequence[Any]) -> Any:
-    """Return the sum or mean of the replicas' arrays, in their order."""
+    """Return the sum, mean, max or min of the replicas' arrays, in their order."""
     dtype = parts[0].dtype
+    if op in ("max", "min"):
+        return getattr(np, f"{op}imum").reduce(parts)
     if op == "mean" and dtype.kind in "iu":
         whole = np.sum([part.astype(np.int64) for part in parts], axis=0)
         return np.asarray(whole / len(parts), np.float64)

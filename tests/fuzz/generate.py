@@ -205,9 +205,11 @@ class _Maker(Declarations):
         return Op(*self.one(*ways)())
 
     def _all_reduce(self) -> tuple[str, dict[str, Any]]:
-        args: dict[str, Any] = {"how": self.one("sum", "mean")}
+        args: dict[str, Any] = {"how": self.one("sum", "mean", "max", "min")}
         args["values"] = self.draws(self.random.randrange(1, 4))
-        if args["how"] == "sum" and self.chance(0.3):
+        if any(draw.dtype.startswith("complex") for draw in args["values"]):
+            args["how"] = self.one("sum", "mean")
+        if args["how"] != "mean" and self.chance(0.3):
             args["out"] = "self"
         elif self.chance(0.08):
             args["fault"] = ("text", self.rank())

@@ -30,10 +30,10 @@ MUTANTS = (
     _m(
         "by MPI: a mean is not divided",
         "3:reductions",
-        """    yield comm.Iallreduce(values, total, comm.mpi.SUM)
+        """    yield comm.Iallreduce(values, total, op)
     divide(total, divisor)
 """,
-        "    yield comm.Iallreduce(values, total, comm.mpi.SUM)\n",
+        "    yield comm.Iallreduce(values, total, op)\n",
     ),
     _m(
         "between ranks: the sums of several arrays are not copied out",
@@ -135,8 +135,8 @@ MUTANTS = (
     _m(
         "between workers: the third worker's sum is left out",
         "3:all_reduce",
-        "add_in_order(terms, own, terms[1 if me == 0 else 0])",
-        "add_in_order(terms[:2], own, terms[1 if me == 0 else 0])",
+        "add_in_order(terms, own, terms[1 if me == 0 else 0], function)",
+        "add_in_order(terms[:2], own, terms[1 if me == 0 else 0], function)",
     ),
     _m(
         "halves: the scale of a message is not taken back",
@@ -171,6 +171,63 @@ MUTANTS = (
         "2:reductions",
         'if dtype.kind in "iu" and means:',
         'if dtype.kind == "i" and means:',
+    ),
+    # The order of additions.
+    _m(
+        "order: parts are added in another order",
+        "3:parts",
+        "terms.insert(topology.replica_id, parts[topology.replica_id][piece])",
+        "terms.append(parts[topology.replica_id][piece])",
+    ),
+    _m(
+        "order: segments in shared memory are added in another order",
+        "3:shared_memory",
+        "add_in_order(terms, terms[me], scratch, function)",
+        "add_in_order(terms[::-1], terms[me], scratch, function)",
+    ),
+    _m(
+        "order: exchanged parts are added in another order",
+        "3:exchanged",
+        "terms = [values[spans[me]] if rank == me else came[rank] for rank in "
+        "range(size)]",
+        "terms = [values[spans[me]], *came.values()]",
+    ),
+    _m(
+        "order: the workers' values in headers are added in another order",
+        "3:header_sum",
+        "add_in_order(terms, total, function=self.function)",
+        "add_in_order(terms[::-1], total, function=self.function)",
+    ),
+    _m(
+        "order: one replica adds the values of all in another order",
+        "3:reduce_to_one",
+        "    for source in range(comm.size):\n        if source != root:",
+        "    for source in reversed(range(comm.size)):\n        if source != root:",
+    ),
+    _m(
+        "order: slices are added in another order",
+        "3:slices",
+        "add_in_order(terms, total)\n        if topology",
+        "add_in_order(terms[::-1], total)\n        if topology",
+    ),
+    _m(
+        "order: mapped arrays are added in another order",
+        "3:areas",
+        "add_in_order(terms, total, scratch)\n        divide",
+        "add_in_order(terms[::-1], total, scratch)\n        divide",
+    ),
+    # MAX and MIN.
+    _m(
+        "extremes: NaN is less than other numbers",
+        "3:extremes",
+        "    bits[nans] = ones\n",
+        "    bits[nans] = 0\n",
+    ),
+    _m(
+        "extremes: keys are added between ranks",
+        "3:extremes",
+        "self.function = np.add if request.op.adds else np.maximum",
+        "self.function = np.add",
     ),
     # Gathers, broadcasts, objects.
     _m(

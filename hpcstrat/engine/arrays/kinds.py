@@ -20,6 +20,7 @@ from hpcstrat.engine.arrays.casting import (
     is_half,
     unmasked,
 )
+from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Array, ArrayLike
 from hpcstrat.errors import HpcstratError
 
@@ -37,6 +38,8 @@ __all__ = [
 
 # DLPack's device types whose memory CUDA kernels can read: kDLCUDA, kDLCUDAManaged.
 _DLPACK_GPU = (2, 13)
+# Size of the largest numbers that MAX and MIN take, which compare them as integers.
+_MOST_ORDERED_BYTES = 8
 # Errors that libraries raise for arrays or dtypes that they cannot convert.
 _REFUSALS = (BufferError, RuntimeError, TypeError)
 
@@ -191,8 +194,8 @@ def _on_host(value: Any, wanted: np.dtype[Any] | None) -> Array:
         ) from error
 
 
-def to_reducible(value: ArrayLike) -> Array:
-    """Return a value as an array; raise ValueError if its dtype cannot be summed.
+def to_reducible(value: ArrayLike, op: ReduceOp = ReduceOp.SUM) -> Array:
+    """Return a value as an array; ValueError if ``op`` does not take its dtype.
 
     Python integers become int64, so that their sum does not overflow. Python floats
     become float32, as in tf.distribute.
@@ -202,6 +205,9 @@ def to_reducible(value: ArrayLike) -> Array:
     else:
         array = as_array(value, np.int64 if type(value) is int else None)
     dtype = array.dtype
+    if not op.adds:
+        _require_order(dtype, op)
+        return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
     # CUDA has no long double.
     if dtype.char in "gG" and is_device(array):
         raise ValueError(
@@ -213,12 +219,35 @@ def to_reducible(value: ArrayLike) -> Array:
     if is_half(dtype):
         return array
     advice = (
-        "cast it, for instance to int32 to count, or take the MEAN of a float"
+        "reduce it by ALL or ANY, or cast it, for instance to int32 to count"
         if dtype.kind == "b"
         else "reduce integer, floating or complex arrays"
     )
     raise ValueError(
         f"expected an array with a sum over replicas, found dtype {dtype}; {advice}"
+    )
+
+
+def _require_order(dtype: np.dtype[Any], op: ReduceOp) -> None:
+    """Raise ValueError if an operation that compares elements does not take a dtype."""
+    booleans = dtype.kind == "b"
+    if op is ReduceOp.ALL or op is ReduceOp.ANY:
+        if not booleans:
+            raise ValueError(
+                f"expected booleans for {op.name}, found dtype {dtype}; compare the "
+                "values first, for instance value > 0"
+            )
+        return
+    plain = dtype.num < FIRST_FOREIGN_TYPE and dtype.kind in "iuf"
+    if booleans or is_half(dtype) or (plain and dtype.itemsize <= _MOST_ORDERED_BYTES):
+        return
+    if dtype.kind == "c":
+        advice = "reduce its absolute values, or its real and imaginary parts"
+    else:
+        advice = "cast it, for instance to float64"
+    raise ValueError(
+        "expected booleans, integers or floating-point numbers of at most 8 bytes for "
+        f"{op.name}, found dtype {dtype}; {advice}"
     )
 
 

@@ -105,12 +105,12 @@ def reduce_run(
         # equal, but their MPI datatypes always differ.
         total = result[start:stop]
         values = source[start:stop].view(total.dtype)
-        yield from sum_over(values, total, comm, work.divisor)
+        yield from sum_over(values, total, comm, work.divisor, work.function)
         return
     room = comm.take_room(run.size * run.dtype.itemsize)
     total = room.view(run.dtype)
     fill(run, work.sources, total)
-    yield from sum_over(total, total, comm, work.divisor)
+    yield from sum_over(total, total, comm, work.divisor, work.function)
     drain(run, work.results, total)
     comm.give_room(room)
 
@@ -124,7 +124,11 @@ def exchanges(nbytes: int, size: int) -> bool:
 
 
 def _sum_by_mpi(
-    values: Array, total: Array, comm: InterruptibleComm, divisor: int
+    values: Array,
+    total: Array,
+    comm: InterruptibleComm,
+    divisor: int,
+    function: np.ufunc,
 ) -> WaitSteps:
     """Sum arrays by MPI's allreduce, and divide the sum by ``divisor``.
 
@@ -134,20 +138,26 @@ def _sum_by_mpi(
     """
     if np.may_share_memory(values, total):
         values = values.copy()
-    yield comm.Iallreduce(values, total, comm.mpi.SUM)
+    op = comm.mpi.SUM if function is np.add else comm.mpi.MAX
+    yield comm.Iallreduce(values, total, op)
     divide(total, divisor)
 
 
 def exchanged_sum(
-    values: Array, total: Array, comm: InterruptibleComm, divisor: int = 0
+    values: Array,
+    total: Array,
+    comm: InterruptibleComm,
+    divisor: int = 0,
+    function: np.ufunc = np.add,
 ) -> WaitSteps:
     """Sum arrays over the ranks, and divide the sum; ``total`` may be ``values``.
 
-    Collective over ``comm``. If ``divisor`` is 0, the sum is not divided.
+    Collective over ``comm``. If ``divisor`` is 0, the sum is not divided. For
+    ``function`` see `Work`.
     """
     size, me = comm.size, comm.rank
     if not exchanges(total.nbytes, size):
-        yield from _sum_by_mpi(values, total, comm, divisor)
+        yield from _sum_by_mpi(values, total, comm, divisor, function)
         return
     spans, others = _parts(total.size, comm)
     own = total[spans[me]]
@@ -161,7 +171,7 @@ def exchanged_sum(
     )
     terms = [values[spans[me]] if rank == me else came[rank] for rank in range(size)]
     # Partial sums overwrite a received part, which is the third argument.
-    add_in_order(terms, own, terms[1 if me == 0 else 0])
+    add_in_order(terms, own, terms[1 if me == 0 else 0], function)
     divide(own, divisor)
     comm.give_room(room)
     yield comm.start(

@@ -136,7 +136,7 @@ class HeaderSum(Plan):
         """Write the sum of this worker's values behind the header of its message."""
         # A worker of one rank has no rows: its values are already behind the header.
         for rows, (own, _) in zip(self._rows, self._blocks, strict=False):
-            add_in_order(rows, own)
+            add_in_order(rows, own, function=self.function)
 
     def take(self, step: int) -> None:
         """Copy the values received in a step into the buffer that later steps send."""
@@ -146,7 +146,7 @@ class HeaderSum(Plan):
     def finish(self) -> None:
         """Add the sums of all workers, in the order of the workers."""
         for (_, terms), total in zip(self._blocks, self._totals, strict=True):
-            add_in_order(terms, total)
+            add_in_order(terms, total, function=self.function)
             divide(total, self.divisor)
 
 

@@ -44,8 +44,7 @@ def kernel_codes(request: Request, channel: Channel) -> bytes | None:
     """
     if channel.kernel is None:
         return None
-    means = bool(request.divisor)
-    return type_codes([dtype for dtype, _ in request.signatures], means=means)
+    return type_codes([dtype for dtype, _ in request.signatures], request.op.name)
 
 
 class SentValues:

@@ -1,7 +1,8 @@
 """Plans of reductions: a plan is made once for each kind of call, and run many times.
 
 A `Plan` reduces by an algorithm, in one call or step by step. Its subclasses reduce in
-fewer steps: `KernelSum` inside a worker, and `HeaderSum` between workers.
+fewer steps: `KernelSum` inside a worker, and `HeaderSum` between workers. `OrderPlan`
+makes a MAX or MIN by a plan for order keys.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ import numpy as np
 
 from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings
 from hpcstrat.engine.arrays.kinds import array_module, is_device
+from hpcstrat.engine.arrays.order_keys import from_keys, to_keys
 from hpcstrat.engine.arrays.packing import Piece, Signature, cut
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
 from hpcstrat.engine.collectives.work import Algorithm, Choice, Work
+from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Array
 
-__all__ = ["Plan", "Request", "is_plain"]
+__all__ = ["OrderPlan", "Plan", "Request", "is_plain"]
 
 # A plan keeps at most this many pieces. Larger calls compute their pieces each time,
 # which takes little time compared with the sums.
@@ -43,10 +46,17 @@ class Request:
     divisor: int
     # Allocates the arrays for the results.
     allocate: Callable[..., list[Array]]
+    op: ReduceOp = ReduceOp.SUM
 
     def made(self, how: str) -> Request:
         """Return a copy of this request whose call names the algorithm ``how``."""
         return replace(self, call=replace(self.call, how=how))
+
+    def of_keys(self) -> Request:
+        """Return the request for the maximum of the order keys of these arrays."""
+        signatures = [(np.dtype(f"u{d.itemsize}"), s) for d, s in self.signatures]
+        results = tuple((shape, dtype) for dtype, shape in signatures)
+        return replace(self, signatures=tuple(signatures), results=results)
 
 
 def is_plain(array: Array) -> bool:
@@ -74,6 +84,7 @@ class Plan:
         self.call, self.choice, self.channel = request.call, choice, channel
         self.signatures, self.results = request.signatures, request.results
         self.divisor = request.divisor
+        self.function = np.add if request.op.adds else np.maximum
         self._allocate = functools.partial(request.allocate, request.results)
         self._in_mapped_memory = in_mapped_memory
         self._pieces: Sequence[Piece] = ()
@@ -144,6 +155,7 @@ class Plan:
                 results=flats,
                 piece_bytes=self.choice.piece_bytes,
                 divisor=self.divisor,
+                function=self.function,
             )
             algorithm = self.choice.algorithm
             if waits and self._in_mapped_memory is not None:
@@ -172,3 +184,32 @@ class Plan:
             self._pieces = some
             return some
         return pieces()
+
+
+class OrderPlan(Plan):
+    """A MAX, MIN, ALL or ANY: the maximum of order keys, which ``inner`` reduces.
+
+    `run` and `steps` are collective over ``topology.replica_comm``.
+    """
+
+    def __init__(self, request: Request, inner: Plan) -> None:
+        made = replace(request, call=inner.call)
+        super().__init__(made, inner.choice, inner.channel)
+        self._op, self._inner = request.op, inner
+
+    def steps(
+        self, arrays: Sequence[Array], results: Sequence[Array], *, waits: bool = False
+    ) -> WaitSteps:
+        """Reduce arrays step by step; see `Plan.steps`."""
+        keys = [to_keys(array, self._op) for array in arrays]
+        yield from self._inner.steps(keys, keys, waits=waits)
+        for key, result in zip(keys, results, strict=True):
+            result[...] = from_keys(key, result.dtype, self._op)
+
+    def with_options(self, **options: Any) -> Plan:
+        """Raise ValueError, as a started call on a GPU cannot convert its results."""
+        del options
+        raise ValueError(
+            "expected SUM or MEAN in a reduction of a GPU's arrays that is started, "
+            f"found {self._op.name}; use all_reduce"
+        )

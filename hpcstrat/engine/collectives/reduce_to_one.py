@@ -31,8 +31,15 @@ def reduce_to_one(
     with a list of one flat buffer per replica, in replica order, and returns their
     element-wise combination, of shape (n,); if it is None, the buffers are summed. To
     sum, the root holds one buffer at a time; for ``accumulate``, all buffers. Raises
-    ValueError on every rank if ``accumulate`` raises or returns another shape.
+    ValueError on every rank if ``accumulate`` raises or returns another shape, or for
+    ``accumulate`` with another operation than SUM and MEAN.
     """
+    if accumulate is not None and work.function is not np.add:
+        raise ValueError(
+            "expected SUM or MEAN with a program's own accumulation_fn, found an "
+            f"operation that compares elements, in {work.call.text}; reduce by another "
+            "cross_device_ops"
+        )
     comm = channel.interruptible(channel.topology.replica_comm)
     (piece,) = work.pieces
     flats = [np.empty(run.size, run.dtype) for run in piece]
@@ -40,7 +47,7 @@ def reduce_to_one(
         fill(run, work.sources, flat)
     yield HEADER
     for run, flat in zip(piece, flats, strict=True):
-        _reduce(flat, comm, root, accumulate)
+        _reduce(flat, comm, root, accumulate, work.function)
         divide(flat, work.divisor)
         drain(run, work.results, flat)
 
@@ -50,6 +57,7 @@ def _reduce(
     comm: InterruptibleComm,
     root: int,
     accumulate: Callable[[list[Array]], Any] | None,
+    function: np.ufunc,
 ) -> None:
     error = None
     if comm.rank != root:
@@ -59,7 +67,7 @@ def _reduce(
         if accumulate is None:
             total = next(parts).copy()
             for part in parts:
-                add_in_order([total, part], total)
+                add_in_order([total, part], total, function=function)
             flat[:] = total
         else:
             # Receive all buffers first, because the user code may raise.

@@ -75,7 +75,7 @@ def reduce_in_memory(
             after = places.take(place_bytes)
             _lay_out(following, after, work, places, me)
         own, flows = [], []
-        for run, sums in _own_segments(piece, place, channel):
+        for run, sums in _own_segments(piece, place, work.function, channel):
             own.append(sums)
             if crosses:
                 steps = _over_workers(run, sums, work, channel, wire_dtype)
@@ -106,7 +106,7 @@ def _lay_out(
 
 
 def _own_segments(
-    piece: Piece, place: int, channel: Channel
+    piece: Piece, place: int, function: np.ufunc, channel: Channel
 ) -> Iterator[tuple[Run, Array]]:
     """Sum this rank's segment of each run over the worker's ranks, in its own place."""
     topology, places = channel.topology, channel.rings
@@ -115,7 +115,8 @@ def _own_segments(
         low, high = segment_of(run.size, run.dtype, me, movers)
         if low < high:
             terms = [row[low:high] for row in places.rows(run, place)]
-            add_in_order(terms, terms[me], places.scratch(run.dtype))
+            scratch = places.scratch(run.dtype)
+            add_in_order(terms, terms[me], scratch, function)
             yield run, terms[me]
 
 
@@ -132,7 +133,7 @@ def _over_workers(
     source = work.sources[run.spans[0][0]].dtype
     exact = source.kind in "iu" or segment.dtype.char not in "fd"
     if wire_dtype is None or exact:
-        return exchanged_sum(segment, segment, comm)
+        return exchanged_sum(segment, segment, comm, function=work.function)
     return rounded_sum(segment, comm, wire_dtype)
 
 

@@ -2,7 +2,9 @@
 
 An algorithm is a generator, see `hpcstrat.engine.channel.waitable`. It sums every
 element over the replicas, divides the sums for a mean, and writes them into the
-results, which may be the memory of the sources.
+results, which may be the memory of the sources. MAX and MIN are made in the same way,
+with ``numpy.maximum`` of unsigned integers in the place of the addition, see
+`hpcstrat.engine.arrays.order_keys`.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ class Work:
     piece_bytes: int
     # Divisor for a mean; 0 for a sum.
     divisor: int = 0
+    # Combines two terms: ``numpy.add``, or ``numpy.maximum`` of unsigned integers.
+    function: np.ufunc = np.add
 
 
 Algorithm = Callable[[Work, Channel], WaitSteps]

@@ -13,13 +13,18 @@ import numpy as np
 from hpcstrat.engine.arrays.casting import rounded, without_fp_warnings
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import array_module, is_device, to_host, to_reducible
+from hpcstrat.engine.arrays.order_keys import from_keys, to_keys
 from hpcstrat.engine.arrays.packing import Run, cut, side_by_side, wire_dtype
 from hpcstrat.engine.arrays.recycling import Recycler
 from hpcstrat.engine.channel.call import describe_call, signature_text
 from hpcstrat.engine.collectives.work import divide, drain, fill
 from hpcstrat.engine.logical.tree_order import TreeOrder
 from hpcstrat.engine.options import CommunicationOptions, ReduceOp
-from hpcstrat.engine.reduction.reduction_arrays import checked_outs, require_fitting
+from hpcstrat.engine.reduction.reduction_arrays import (
+    checked_outs,
+    require_fitting,
+    require_sum_of_rows,
+)
 from hpcstrat.engine.reduction.reduction_plan import result_dtype
 from hpcstrat.engine.reduction.replica_collectives import Collectives
 from hpcstrat.engine.tree import flatten, unflatten
@@ -61,7 +66,7 @@ class ReplicaSums:
         out: Tree = None,
         are_roots: bool = False,
     ) -> Tree:
-        """Sum or average trees of arrays over all replicas, given this rank's trees.
+        """Reduce trees of arrays over all replicas, given this rank's trees.
 
         Collective over ``topology.replica_comm``; the arguments are the same as for
         ``Collectives.reduce_in_call``. If ``are_roots``, ``trees`` are partial sums,
@@ -90,9 +95,11 @@ class ReplicaSums:
             require_no_wire_dtype(options)
         flats = [flatten(tree) for tree in trees]
         structure = flats[0][1]
-        columns = self._columns(flats, what)
+        columns = self._columns(op, flats, what)
         results: list[Any] = [None] * len(columns)
         sparse = [i for i, c in enumerate(columns) if isinstance(c[0], IndexedSlices)]
+        if sparse:
+            require_sum_of_rows(op)
         dense = [i for i in range(len(columns)) if i not in sparse]
         like = [c[0].values if i in sparse else c[0] for i, c in enumerate(columns)]
         outs = None if out is None else checked_outs(out, like, structure, sparse)
@@ -112,14 +119,17 @@ class ReplicaSums:
             into[...] = result
         return out
 
-    def _columns(self, flats: Sequence[tuple[list[Any], Any]], what: str) -> list[Any]:
+    def _columns(
+        self, op: ReduceOp, flats: Sequence[tuple[list[Any], Any]], what: str
+    ) -> list[Any]:
         """Return the arrays of this rank's replicas, grouped by leaf of the tree."""
         rows, kinds = [], []
         for number, (leaves, structure) in enumerate(flats):
             if structure != flats[0][1]:
                 self._disagree(what, number, flats[0][1], structure)
             row = [
-                v if isinstance(v, IndexedSlices) else to_reducible(v) for v in leaves
+                v if isinstance(v, IndexedSlices) else to_reducible(v, op)
+                for v in leaves
             ]
             rows.append(row)
             kinds.append([*map(_kind, row)])
@@ -160,11 +170,16 @@ class ReplicaSums:
         what: str,
         are_roots: bool,
     ) -> list[Array]:
-        """Return one sum or mean per column; a column has one array per replica."""
+        """Return one result per column; a column has one array per replica."""
         means = op is ReduceOp.MEAN
         if not columns:
             return []
         firsts = [column[0] for column in columns]
+        dtypes = [first.dtype for first in firsts]
+        if not op.adds:
+            columns = [[to_keys(a, op) for a in column] for column in columns]
+            firsts = [column[0] for column in columns]
+        function = np.add if op.adds else np.maximum
         plan = _planned(tuple((a.dtype, a.shape) for a in firsts), means)
         empty, roots = self._recycler.empty, []
         for pack in plan:
@@ -173,10 +188,10 @@ class ReplicaSums:
                 for number in range(len(columns[0]))
             ]
             if not are_roots:
-                arrays = self.order.sum_roots(self._rank, arrays, empty)
+                arrays = self.order.sum_roots(self._rank, arrays, empty, function)
             roots.append(arrays)
         label = f"{what} ({op.name} of {self.order.num_replicas} replicas)"
-        found = self._totals(roots, label)
+        found = self._totals(roots, function, label)
         results: list[Any] = [None] * len(columns)
         for pack, total in zip(plan, found, strict=True):
             if means:
@@ -186,12 +201,16 @@ class ReplicaSums:
             for index, part in zip(pack.indices, parts, strict=True):
                 first = firsts[index]
                 result = rounded(part, first.dtype) if pack.narrows else part
+                if not op.adds:
+                    result = from_keys(result.copy("C"), dtypes[index], op)
                 if is_device(first):
                     result = array_module(first).asarray(result)
                 results[index] = result
         return results
 
-    def _totals(self, roots: Sequence[list[Array]], what: str) -> list[Array]:
+    def _totals(
+        self, roots: Sequence[list[Array]], function: np.ufunc, what: str
+    ) -> list[Array]:
         """Return the sums of all ranks' partial sums, which are in ``roots``."""
         if self.order.num_ranks == 1:
             # With a single rank, its only root is the whole sum.
@@ -200,13 +219,14 @@ class ReplicaSums:
             firsts = [found[0] for found in roots]
             # Overwrite partial sums, but not a single replica's own array.
             out = firsts if len(self.block) > 1 else None
-            totals: list[Array] = self._ranks.reduce_in_call(
-                ReduceOp.SUM, firsts, what, out=out
-            )
+            op = ReduceOp.SUM if function is np.add else ReduceOp.MAX
+            totals: list[Array] = self._ranks.reduce_in_call(op, firsts, what, out=out)
             return totals
-        return self._exchanged(roots, what)
+        return self._exchanged(roots, function, what)
 
-    def _exchanged(self, roots: Sequence[list[Array]], what: str) -> list[Array]:
+    def _exchanged(
+        self, roots: Sequence[list[Array]], function: np.ufunc, what: str
+    ) -> list[Array]:
         """Add partial sums: each rank adds one slice, then all ranks exchange sums."""
         firsts = [found[0] for found in roots]
         sources = [
@@ -227,14 +247,15 @@ class ReplicaSums:
                     rows = np.empty((len(sources), run.size), run.dtype)
                     for row, source in zip(rows, sources, strict=True):
                         fill(run, source, row)
-                    drain(run, flats, self._added(comm, run, rows))
+                    drain(run, flats, self._added(comm, run, rows, function))
         return totals
 
-    def _added(self, comm: Any, run: Run, rows: Array) -> Array:
+    def _added(self, comm: Any, run: Run, rows: Array, function: np.ufunc) -> Array:
         """Return the sum of a `Run` over all ranks; ``rows`` has this rank's roots."""
         size, counts = run.size, self._num_roots
         if size * run.dtype.itemsize <= _GATHERED_BYTES:
-            return self.order.sum_all(_given(comm, rows, [n * size for n in counts]))
+            every = _given(comm, rows, [n * size for n in counts])
+            return self.order.sum_all(every, function)
         ranks = self.order.num_ranks
         ends = [rank * size // ranks for rank in range(ranks + 1)]
         parts = [rows[:, a:b] for a, b in pairwise(ends)]
@@ -246,7 +267,8 @@ class ReplicaSums:
             [_bytes(sent), [part.size * width for part in parts], byte],
             [_bytes(came), [count * own * width for count in counts], byte],
         )
-        total = self.order.sum_all(list(came.reshape(sum(counts), own)))
+        roots = list(came.reshape(sum(counts), own))
+        total = self.order.sum_all(roots, function)
         whole = np.empty(size, run.dtype)
         sizes = [(b - a) * width for a, b in pairwise(ends)]
         comm.Allgatherv([_bytes(total), byte], [_bytes(whole), sizes, byte])

@@ -105,25 +105,36 @@ class TreeOrder:
         return self.num_ranks == 2 and all(len(self.roots(r)) == 1 for r in (0, 1))
 
     def sum_roots(
-        self, rank: int, values: Sequence[Array], empty: Empty = np.empty
+        self,
+        rank: int,
+        values: Sequence[Array],
+        empty: Empty = np.empty,
+        function: np.ufunc = np.add,
     ) -> list[Array]:
         """Add the values of a rank's replicas; return one array for each of its roots.
 
         ``values`` has one contiguous array per replica, all of one type and shape; they
         are not modified. If a root is a single replica, its result is that replica's
-        array itself. ``empty`` allocates the other results.
+        array itself. ``empty`` allocates the other results. ``function`` combines two
+        terms.
         """
         first = self.block(rank).start
         leaves = {(0, first + i): value for i, value in enumerate(values)}
-        return [self._added(node, leaves, empty) for node in self.roots(rank)]
+        return [self._added(n, leaves, empty, function) for n in self.roots(rank)]
 
-    def sum_all(self, roots: Sequence[Array]) -> Array:
+    def sum_all(self, roots: Sequence[Array], function: np.ufunc = np.add) -> Array:
         """Add the values at the roots of all ranks; ``roots`` is in rank order."""
         nodes = [n for rank in range(self.num_ranks) for n in self.roots(rank)]
         known = dict(zip(nodes, roots, strict=True))
-        return self._added(self.top, known, np.empty)
+        return self._added(self.top, known, np.empty, function)
 
-    def _added(self, node: _Node, known: dict[_Node, Array], empty: Empty) -> Array:
+    def _added(
+        self,
+        node: _Node,
+        known: dict[_Node, Array],
+        empty: Empty,
+        function: np.ufunc,
+    ) -> Array:
         """Return the sum at a node, computed from the known sums of its subtrees."""
         if node in known:
             return known[node]
@@ -131,28 +142,31 @@ class TreeOrder:
         left, right = (level - 1, 2 * number), (level - 1, 2 * number + 1)
         if right[1] << right[0] >= self.num_replicas:
             # The right subtree has no replicas: there is nothing to add.
-            return self._added(left, known, empty)
+            return self._added(left, known, empty, function)
         like = next(iter(known.values()))
         total = empty(like.shape, like.dtype)
         if like.size <= _BLOCK:
-            self._add(node, known, total)
+            self._add(node, known, total, function)
             return total
         flat = total.reshape(-1)
         flats = {key: value.reshape(-1) for key, value in known.items()}
         for start in range(0, flat.size, _BLOCK):
             part = slice(start, start + _BLOCK)
-            self._add(node, {k: v[part] for k, v in flats.items()}, flat[part])
+            some = {k: v[part] for k, v in flats.items()}
+            self._add(node, some, flat[part], function)
         return total
 
-    def _add(self, node: _Node, known: dict[_Node, Array], out: Array) -> Array:
+    def _add(
+        self, node: _Node, known: dict[_Node, Array], out: Array, function: np.ufunc
+    ) -> Array:
         """Return a node's value if it is known; if not, add its leaves into ``out``."""
         if node in known:
             return known[node]
         level, number = node
         right = level - 1, 2 * number + 1
         if right[1] << right[0] >= self.num_replicas:
-            return self._add((level - 1, 2 * number), known, out)
-        first = self._add((level - 1, 2 * number), known, out)
-        second = self._add(right, known, np.empty_like(out))
-        np.add(first, second, out)
+            return self._add((level - 1, 2 * number), known, out, function)
+        first = self._add((level - 1, 2 * number), known, out, function)
+        second = self._add(right, known, np.empty_like(out), function)
+        function(first, second, out=out)
         return out

@@ -40,6 +40,18 @@ _CODES |= {"i1": 6, "u1": 6, "i2": 7, "u2": 7, "i4": 8, "u4": 8, "i8": 9, "u8": 
 # Codes for means of integers, whose results are float64.
 _MEAN_CODES = {"i1": 10, "u1": 11, "i2": 12, "u2": 13}
 _MEAN_CODES |= {"i4": 14, "u4": 15, "i8": 16, "u8": 17}
+# Codes for MAX, and for ANY, which is the MAX of booleans; those for MIN and ALL follow
+# in the same order.
+_MOST_CODES = {"f4": 18, "f8": 19, "f2": 20, "bfloat16": 21}
+_MOST_CODES |= {"i1": 22, "i2": 23, "i4": 24, "i8": 25}
+_MOST_CODES |= {"b1": 26, "u1": 26, "u2": 27, "u4": 28, "u8": 29}
+_LEAST_CODES = {name: code + 12 for name, code in _MOST_CODES.items()}
+_OF_OPERATION = {
+    "SUM": _CODES,
+    "MEAN": _CODES | _MEAN_CODES,
+    **dict.fromkeys(("MAX", "ANY"), _MOST_CODES),
+    **dict.fromkeys(("MIN", "ALL"), _LEAST_CODES),
+}
 
 
 @functools.cache
@@ -85,12 +97,12 @@ def _load(name: str, version: int) -> ModuleType | None:
     return found if getattr(found, "VERSION", None) == version else None
 
 
-def type_codes(dtypes: Sequence[np.dtype[Any]], *, means: bool) -> bytes | None:
+def type_codes(dtypes: Sequence[np.dtype[Any]], op: str) -> bytes | None:
     """Return the kernel's codes of dtypes; None if the kernel lacks one of the dtypes.
 
-    ``means`` says whether the sums are divided for a mean.
+    A code says how the kernel combines values of a dtype by ``op``, such as ``SUM``.
     """
-    codes, known = [], _CODES | _MEAN_CODES if means else _CODES
+    codes, known = [], _OF_OPERATION[op]
     for dtype in dtypes:
         name = f"{dtype.kind}{dtype.itemsize}" if dtype.isnative else ""
         # Dtypes of other libraries, such as bfloat16, are identified by name.

@@ -1,5 +1,5 @@
-/* Functions that add, divide, convert and copy the elements of each type. The results have the
- * same bits as NumPy's results. */
+/* Functions that add, compare, divide, convert and copy the elements of each type. The results have
+ * the same bits as NumPy's results. */
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -40,6 +40,18 @@ static void add_complex64(void *out, const void *a, const void *b, size_t count)
 static void add_complex128(void *out, const void *a, const void *b, size_t count) {
     add_double(out, a, b, 2 * count);
 }
+
+/* Write the larger elements, for MAX and MIN, which compare the keys below. */
+#define CHOOSER(name, type)                                                                        \
+    LOOPS static void name(void *out, const void *a, const void *b, size_t count) {                \
+        type *largest = out;                                                                       \
+        const type *left = a, *right = b;                                                          \
+        EACH(size_t i = 0; i < count; i++) largest[i] = left[i] > right[i] ? left[i] : right[i];   \
+    }
+CHOOSER(max_uint8, uint8_t)
+CHOOSER(max_uint16, uint16_t)
+CHOOSER(max_uint32, uint32_t)
+CHOOSER(max_uint64, uint64_t)
 
 /* Divide as NumPy does. For a power of two, multiply by its inverse: the bits are the same. */
 #define SCALER(name, type)                                                                         \
@@ -141,18 +153,66 @@ LOOPS static void float_to_bfloat16(void *out, const void *in, size_t count) {
     }
 }
 
-/* How values of a type are added. Sizes in bytes: `size` of a value, `wide` of a value while it is
- * added, `result` of a result. `widen` converts values before the addition and `narrow` converts
- * sums after it; they are NULL if no conversion is needed. */
+/* Keys: unsigned integers whose largest value stands for the MAX or MIN of values, as in
+ * hpcstrat/engine/arrays/order_keys.py. A key and its integer differ in the bits of a mask. */
+#define KEYS_OF_INTEGERS(name, bits, mask)                                                         \
+    LOOPS static void name(void *out, const void *in, size_t count) {                              \
+        bits *result = out;                                                                        \
+        const bits *values = in;                                                                   \
+        EACH(size_t i = 0; i < count; i++) result[i] = values[i] ^ (bits)(mask);                   \
+    }
+#define MASKS(size, bits)                                                                          \
+    KEYS_OF_INTEGERS(most_int##size, bits, (bits)1 << (size - 1))                                  \
+    KEYS_OF_INTEGERS(least_int##size, bits, ~((bits)1 << (size - 1)))                              \
+    KEYS_OF_INTEGERS(least_uint##size, bits, ~(bits)0)
+MASKS(8, uint8_t)
+MASKS(16, uint16_t)
+MASKS(32, uint32_t)
+MASKS(64, uint64_t)
+
+/* Keys of floating-point numbers. `flip` is the sign bit for MIN, and 0 for MAX. The bits of NaNs,
+ * without the sign, are larger than the bits of infinity; all NaNs become `nan`. */
+#define KEYS_OF_FLOATS(name, bits, infinity, nan, flip)                                            \
+    LOOPS static void to_##name(void *out, const void *in, size_t count) {                         \
+        const bits sign = (bits)~((bits)~0 >> 1);                                                  \
+        bits *keys = out;                                                                          \
+        const bits *values = in;                                                                   \
+        EACH(size_t i = 0; i < count; i++) {                                                       \
+            bits value = values[i] ^ (flip ? sign : 0);                                            \
+            bits key = value & sign ? (bits)~value : (bits)(value | sign);                         \
+            keys[i] = (bits)(value & ~sign) > infinity ? (bits)~0 : key;                           \
+        }                                                                                          \
+    }                                                                                              \
+    LOOPS static void from_##name(void *out, const void *in, size_t count) {                       \
+        const bits sign = (bits)~((bits)~0 >> 1);                                                  \
+        bits *values = out;                                                                        \
+        const bits *keys = in;                                                                     \
+        EACH(size_t i = 0; i < count; i++) {                                                       \
+            bits value = keys[i] & sign ? (bits)(keys[i] ^ sign) : (bits)~keys[i];                 \
+            value ^= flip ? sign : 0;                                                              \
+            values[i] = (bits)(value & ~sign) > infinity ? nan : value;                            \
+        }                                                                                          \
+    }
+#define KEYS(name, bits, infinity, nan)                                                            \
+    KEYS_OF_FLOATS(most_##name, bits, infinity, nan, 0)                                            \
+    KEYS_OF_FLOATS(least_##name, bits, infinity, nan, 1)
+KEYS(half, uint16_t, 0x7c00, 0x7e00)
+KEYS(bfloat16, uint16_t, 0x7f80, 0x7fc0)
+KEYS(float, uint32_t, 0x7f800000, 0x7fc00000)
+KEYS(double, uint64_t, 0x7ff0000000000000, 0x7ff8000000000000)
+
+/* How values of a type are combined: added, or compared. Sizes in bytes: `size` of a value, `wide`
+ * of a value while it is combined, `result` of a result. `widen` converts values before `combine`
+ * and `narrow` converts results after it; they are NULL if no conversion is needed. */
 typedef struct {
     size_t size, wide, result;
-    binary add;
+    binary combine;
     scale divide;
     convert widen, narrow;
 } type;
 
 /* The types, indexed by the codes of hpcstrat/engine/native/__init__.py: first floats, then sums of
- * integers, then means of integers. */
+ * integers, means of integers, MAX, and MIN. */
 static const type TYPES[] = {
     {4, 4, 4, add_float, scale_float, NULL, NULL},
     {8, 8, 8, add_double, scale_double, NULL, NULL},
@@ -172,6 +232,30 @@ static const type TYPES[] = {
     {4, 8, 8, add_double, scale_double, uint32_to_double, NULL},
     {8, 8, 8, add_double, scale_double, int64_to_double, NULL},
     {8, 8, 8, add_double, scale_double, uint64_to_double, NULL},
+    {4, 4, 4, max_uint32, NULL, to_most_float, from_most_float},
+    {8, 8, 8, max_uint64, NULL, to_most_double, from_most_double},
+    {2, 2, 2, max_uint16, NULL, to_most_half, from_most_half},
+    {2, 2, 2, max_uint16, NULL, to_most_bfloat16, from_most_bfloat16},
+    {1, 1, 1, max_uint8, NULL, most_int8, most_int8},
+    {2, 2, 2, max_uint16, NULL, most_int16, most_int16},
+    {4, 4, 4, max_uint32, NULL, most_int32, most_int32},
+    {8, 8, 8, max_uint64, NULL, most_int64, most_int64},
+    {1, 1, 1, max_uint8, NULL, NULL, NULL},
+    {2, 2, 2, max_uint16, NULL, NULL, NULL},
+    {4, 4, 4, max_uint32, NULL, NULL, NULL},
+    {8, 8, 8, max_uint64, NULL, NULL, NULL},
+    {4, 4, 4, max_uint32, NULL, to_least_float, from_least_float},
+    {8, 8, 8, max_uint64, NULL, to_least_double, from_least_double},
+    {2, 2, 2, max_uint16, NULL, to_least_half, from_least_half},
+    {2, 2, 2, max_uint16, NULL, to_least_bfloat16, from_least_bfloat16},
+    {1, 1, 1, max_uint8, NULL, least_int8, least_int8},
+    {2, 2, 2, max_uint16, NULL, least_int16, least_int16},
+    {4, 4, 4, max_uint32, NULL, least_int32, least_int32},
+    {8, 8, 8, max_uint64, NULL, least_int64, least_int64},
+    {1, 1, 1, max_uint8, NULL, least_uint8, least_uint8},
+    {2, 2, 2, max_uint16, NULL, least_uint16, least_uint16},
+    {4, 4, 4, max_uint32, NULL, least_uint32, least_uint32},
+    {8, 8, 8, max_uint64, NULL, least_uint64, least_uint64},
 };
 enum { NUM_TYPES = sizeof TYPES / sizeof *TYPES };
 

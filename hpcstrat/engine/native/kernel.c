@@ -3,7 +3,8 @@
  * A `Kernel` refers to the shared segment: two records per rank, used in turn, and after the
  * records a ring for each rank. A `Sum` makes calls of one kind: it copies this rank's values into
  * the ring, posts the header, adds the values of all ranks in rank order, and writes the results,
- * piece by piece. The next piece is copied into the ring while the present piece is added.
+ * piece by piece. The next piece is copied into the ring while the present piece is added. MAX and
+ * MIN are made in the same way: only the functions of a type in elements.h differ.
  *
  * Every wait in this file is bounded. If a record is still missing, the call returns a code. Python
  * code then waits for it in a loop that handles signals and notices dead processes, and calls
@@ -337,9 +338,9 @@ static void add_span(const sum *s, const type *of, const char *near, size_t offs
             second = near + i * of->wide;
         else if (near)
             first = near + i * of->wide;
-        of->add(into, first, second, part);
+        of->combine(into, first, second, part);
         for (int rank = 2; rank < k->size; rank++)
-            of->add(into, into, at(s, rank, s->place + offset), part);
+            of->combine(into, into, at(s, rank, s->place + offset), part);
         if (s->divisor > 0) of->divide(into, part, s->divisor);
         if (straight) continue;
         if (of->narrow)

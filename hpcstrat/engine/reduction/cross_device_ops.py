@@ -95,7 +95,7 @@ class CrossDeviceOps:
         Parameters
         ----------
         reduce_op : ReduceOp or str
-            ``SUM`` or ``MEAN``.
+            An operation, as in ``Strategy.reduce``.
         per_replica_value : PerReplica or array_like of shape (...)
             A plain value is this rank's contribution.
         destinations : variable, distributed value or str
@@ -136,7 +136,7 @@ class CrossDeviceOps:
         Parameters
         ----------
         reduce_op : ReduceOp or str
-            ``SUM`` or ``MEAN``.
+            An operation, as in ``Strategy.reduce``.
         value_destination_pairs : sequence of (value, destinations)
             As for `reduce`.
         options : CommunicationOptions, optional
@@ -188,7 +188,7 @@ class CrossDeviceOps:
         Parameters
         ----------
         reduce_op : ReduceOp
-            ``SUM`` or ``MEAN``.
+            An operation, as in ``Strategy.reduce``.
         per_replica_value : PerReplica or array_like of shape (...)
             A strategy passes a PerReplica, in cross-replica context.
         destinations : variable, distributed value or str
@@ -221,7 +221,7 @@ class CrossDeviceOps:
         Parameters
         ----------
         reduce_op : ReduceOp
-            ``SUM`` or ``MEAN``.
+            An operation, as in ``Strategy.reduce``.
         value_destination_pairs : sequence of (value, destinations)
             As for `reduce_implementation`.
         options : CommunicationOptions

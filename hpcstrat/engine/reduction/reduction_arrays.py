@@ -10,6 +10,7 @@ import numpy as np
 
 from hpcstrat.engine.arrays.kinds import is_device
 from hpcstrat.engine.arrays.overlaps import lies_apart, overlap
+from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.tree import flatten
 from hpcstrat.engine.typing import Array, Tree
 
@@ -19,6 +20,7 @@ __all__ = [
     "checked_outs",
     "list_structure",
     "require_fitting",
+    "require_sum_of_rows",
 ]
 
 # The DLPack device type of host memory, kDLCPU.
@@ -134,6 +136,15 @@ def require_fitting(
             or not lies_apart(out)
         ):
             raise ValueError(_misfit(out, *result, on_gpu))
+
+
+def require_sum_of_rows(op: ReduceOp) -> None:
+    """Raise ValueError for an operation that IndexedSlices do not have."""
+    if not op.adds:
+        raise ValueError(
+            "expected SUM or MEAN of IndexedSlices, whose rows are concatenated, found "
+            f"{op.name}; reduce dense arrays, see to_dense"
+        )
 
 
 def _misfit(

@@ -26,7 +26,7 @@ from hpcstrat.engine.collectives.mapped_memory import (
     MappedMemory,
     reduce_in_mapped_memory,
 )
-from hpcstrat.engine.collectives.plan import Plan, Request, is_plain
+from hpcstrat.engine.collectives.plan import OrderPlan, Plan, Request, is_plain
 from hpcstrat.engine.collectives.work import Choice
 from hpcstrat.engine.options import (
     CommunicationImplementation,
@@ -77,16 +77,19 @@ def plan_reduction(
         tuple(results),
         channel.topology.num_replicas if channel is not None and means else 0,
         recycler.arrays,
+        op,
     )
     # No rank sends anything: there is one replica, or all arrays are empty.
     if channel is None or not nbytes:
         return Plan(request, None, channel)
     if group is not None:
         choice = ops.choose_on_gpu(nbytes, group, options)
-        return Plan(request.made(choice.how), choice, channel)
+        return _ordered(request.made(choice.how), Plan, choice, channel)
     choice = ops.choose(nbytes, channel.topology, options)
     plan = _kind_of_plan(request.made(choice.how), choice, channel)
     if areas is None or not choice.in_worker or channel.topology.num_workers > 1:
+        return plan
+    if not op.adds:
         return plan
     if len(arrays) > 1 or nbytes < LEAST_MAPPED_BYTES or wire != arrays[0].dtype:
         return plan
@@ -120,6 +123,19 @@ def _kind_of_plan(request: Request, choice: Choice, channel: Channel) -> Plan:
     codes = kernel_codes(request, channel) if choice.in_worker else None
     if codes is not None:
         return KernelSum(request, choice, channel, codes)
+    return _ordered(request, _plan_without_kernel, choice, channel)
+
+
+def _ordered(
+    request: Request, make: Callable[..., Plan], choice: Choice, channel: Channel
+) -> Plan:
+    """Return the plan that ``make`` makes: of the arrays, or of their order keys."""
+    if request.op.adds:
+        return make(request, choice, channel)
+    return OrderPlan(request, make(request.of_keys(), choice, channel))
+
+
+def _plan_without_kernel(request: Request, choice: Choice, channel: Channel) -> Plan:
     if choice.small and channel.topology.num_workers > 1:
         means = bool(request.divisor)
         pieces = cut(request.signatures, means, choice.piece_bytes)

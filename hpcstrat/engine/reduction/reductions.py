@@ -26,6 +26,7 @@ from hpcstrat.engine.reduction.reduction_arrays import (
     checked_outs,
     list_structure,
     require_fitting,
+    require_sum_of_rows,
 )
 from hpcstrat.engine.reduction.reduction_plan import marked, plan_reduction
 from hpcstrat.engine.tree import flatten, unflatten
@@ -51,7 +52,7 @@ def repeat_nothing(
 
 
 class Reductions:
-    """Calls that sum or average the arrays of all replicas.
+    """Calls that reduce the arrays of all replicas by a `ReduceOp`.
 
     A plan is made once for each kind of call and then reused. ``ops`` chooses the
     algorithm, by the options of the call; calls without options use ``options``.
@@ -121,9 +122,11 @@ class Reductions:
         leaves, structure = flatten(trees)
         sparse = [i for i, v in enumerate(leaves) if isinstance(v, IndexedSlices)]
         arrays = [
-            to_reducible(leaf.values if isinstance(leaf, IndexedSlices) else leaf)
+            to_reducible(leaf.values if isinstance(leaf, IndexedSlices) else leaf, op)
             for leaf in leaves
         ]
+        if sparse:
+            require_sum_of_rows(op)
         outs = None if out is None else checked_outs(out, arrays, structure, sparse)
         # All replicas first make one call for each sparse leaf, in the same order.
         for index in sparse:
@@ -175,7 +178,7 @@ class Reductions:
                 "expected arrays in a reduction that is started, found IndexedSlices; "
                 "reduce them with all_reduce"
             )
-        arrays = [to_reducible(leaf) for leaf in leaves]
+        arrays = [to_reducible(leaf, op) for leaf in leaves]
         if len(by_memory(arrays)) > 1:
             raise ValueError(
                 "expected arrays in one kind of memory in a reduction that is started, "
@@ -320,7 +323,7 @@ class Reductions:
     ) -> Plan:
         # Refuse wrong arrays before the header, which then reports the error.
         for array in arrays:
-            to_reducible(array)
+            to_reducible(array, request[0])
             if group is not None:
                 group.require_own(array)
         # Limit the memory of the plans in programs that always use new shapes.

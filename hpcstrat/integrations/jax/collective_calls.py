@@ -6,7 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from hpcstrat.engine.arrays.kinds import to_reducible
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Tree
 from hpcstrat.integrations.jax.primitive import (
@@ -21,7 +23,7 @@ __all__ = ["all_gather", "all_reduce", "broadcast", "global_mean", "leaf_names"]
 
 
 def all_reduce(tree: Tree, op: ReduceOp | str, strategy: Any) -> Tree:
-    """Return the sum or mean of all replicas' arrays, inside or outside of jit.
+    """Reduce the arrays of all replicas, inside or outside of jit.
 
     Collective over the strategy's replicas, each time that the call runs; a call in a
     jitted function runs when that function runs. All calls are made in the order of the
@@ -32,10 +34,11 @@ def all_reduce(tree: Tree, op: ReduceOp | str, strategy: Any) -> Tree:
     ----------
     tree : tree of jax.Array, each of shape (...)
         A tree with the same structure, shapes and dtypes on all replicas: integers,
-        floating and complex numbers of at least 8 bits. Not modified.
+        floating and complex numbers of at least 8 bits; for operations that compare
+        elements also booleans, and no complex numbers. Not modified.
     op : ReduceOp or str
-        ``SUM`` or ``MEAN``. The mean of integers has JAX's floating type, as in
-        ``jnp.mean``.
+        ``SUM``, ``MEAN``, ``MAX``, ``MIN``, or, for booleans only, ``ALL`` or ``ANY``.
+        The mean of integers has JAX's floating type, as in ``jnp.mean``.
     strategy : Strategy
         The strategy whose replicas exchange arrays.
 
@@ -44,7 +47,8 @@ def all_reduce(tree: Tree, op: ReduceOp | str, strategy: Any) -> Tree:
     tree of jax.Array
         The reduced arrays, equal bit for bit on all replicas. The gradient of this call
         is the gradient of the sum of all replicas' results: cotangents are reduced in
-        the same way.
+        the same way. For ``MAX`` and ``MIN``, replicas whose elements are equal to the
+        result share its cotangent equally; a gradient then makes two more calls.
 
     Raises
     ------
@@ -72,11 +76,8 @@ def all_reduce(tree: Tree, op: ReduceOp | str, strategy: Any) -> Tree:
 
     def convert(leaf: Any) -> Any:
         leaf = _to_leaf(leaf)
-        if leaf.dtype == jnp.bool_:
-            raise ValueError(
-                "expected an array with a sum over replicas, found dtype bool; cast "
-                "it, for instance to int32 to count"
-            )
+        # Bfloat16 is known to NumPy here, so that this raises the usual errors.
+        to_reducible(np.empty(0, leaf.dtype), parsed)
         if kind == "mean" and jnp.issubdtype(leaf.dtype, jnp.integer):
             return leaf.astype(jnp.result_type(float))
         return leaf

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
@@ -92,10 +93,10 @@ _exchange.multiple_results = True
 class TreeOperation:
     """A collective operation on a tree's leaves, with equal names on all replicas.
 
-    ``kind`` is sum, mean, gather or broadcast, and ``place`` is the axis of a gather or
-    the root of a broadcast. Two more kinds are gradients: "part", for gather, is this
-    replica's part of the sum along an axis; "at root", for broadcast, is the sum on the
-    root, and zero on the other replicas.
+    ``kind`` is gather, broadcast, or the name of a `ReduceOp` in lower case, such as
+    sum; ``place`` is the axis of a gather or the root of a broadcast. Two more kinds
+    are gradients: "part", for gather, is this replica's part of the sum along an axis;
+    "at root", for broadcast, is the sum on the root, and zero on the other replicas.
     """
 
     strategy: Any
@@ -168,12 +169,12 @@ class TreeOperation:
 
     @property
     def _op(self) -> ReduceOp:
-        return ReduceOp.MEAN if self.kind == "mean" else ReduceOp.SUM
+        return ReduceOp.parse(self.kind) if self._is_whole else ReduceOp.SUM
 
     @property
     def _is_whole(self) -> bool:
-        """True if the operation returns a whole sum or mean to all replicas."""
-        return self.kind in ("sum", "mean")
+        """True if the operation returns whole reduced arrays to all replicas."""
+        return self.kind.upper() in ReduceOp.__members__
 
     def _taken(self, found: Any, outs: list[Array] | None, replica: int) -> list[Array]:
         """Return a replica's results, taken from the collective call's result."""
@@ -381,10 +382,24 @@ def _forward(primals: Any, tangents: Any, *, exchange: TreeOperation) -> Any:
     results = bind(exchange, list(primals))
     moved = [ad.Zero(_type_of(r).to_tangent_aval()) for r in results]
     linear = dataclasses.replace(exchange, names=names)
-    some = bind(linear, [tangents[i] for i in chosen]) if chosen else []
+    given = [tangents[i] for i in chosen]
+    if chosen and exchange.kind in ("max", "min"):
+        # Each result moves with the elements that are equal to it, by equal parts.
+        linear = dataclasses.replace(linear, kind="sum")
+        equal = [_equal(primals[i], results[i]) for i in chosen]
+        counts = bind(linear, equal)
+        rows = zip(given, equal, counts, strict=True)
+        given = [tangent * own / count for tangent, own, count in rows]
+    some = bind(linear, given) if chosen else []
     for index, tangent in zip(chosen, some, strict=True):
         moved[index] = tangent
     return results, moved
+
+
+def _equal(one: Any, other: Any) -> Any:
+    """Return 1 where elements are equal, or both NaN, and 0 elsewhere."""
+    same = (one == other) | (jnp.isnan(one) & jnp.isnan(other))
+    return same.astype(one.dtype)
 
 
 def _backward(cotangents: Any, *leaves: Any, exchange: TreeOperation) -> list[Any]:

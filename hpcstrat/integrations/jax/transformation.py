@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Tree
-from hpcstrat.integrations.frameworks import require_sums_each_step
+from hpcstrat.integrations.frameworks import gradient_operation, require_sums_each_step
 from hpcstrat.integrations.jax.collective_calls import all_reduce
 
 __all__ = ["GradientTransformation", "cross_replica"]
@@ -56,6 +56,8 @@ def cross_replica(strategy: Any, op: ReduceOp | str = "mean") -> GradientTransfo
     ------
     NotImplementedError
         For a strategy whose replicas are not in sync.
+    ValueError
+        For another operation.
 
     Examples
     --------
@@ -68,9 +70,10 @@ def cross_replica(strategy: Any, op: ReduceOp | str = "mean") -> GradientTransfo
     """
 
     require_sums_each_step(strategy, "gradients of JAX")
+    parsed = gradient_operation(op)
 
     def update(updates: Tree, state: Any, *_: Any, **others: Any) -> tuple[Tree, Any]:
         del others
-        return all_reduce(updates, op, strategy), state
+        return all_reduce(updates, parsed, strategy), state
 
     return GradientTransformation(lambda params: (), update)

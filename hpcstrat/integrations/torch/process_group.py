@@ -185,8 +185,8 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         self, tensors: Sequence[Any], reduction: Reduction | None = None
     ) -> HostTensors | DeviceTensors:
         """Return an object that converts these tensors to arrays, on GPU or host."""
-        adds = reduction is None or reduction.adds
-        if adds and self._stay_on_gpu(tensors):
+        stays = reduction is None or reduction.stays
+        if stays and self._stay_on_gpu(tensors):
             return DeviceTensors()
         return HostTensors()
 
@@ -204,15 +204,14 @@ class HpcstratProcessGroup(dist.ProcessGroup):
 
     def _sum_of(
         self, tensors: Any, reduction: Reduction
-    ) -> tuple[HostTensors | DeviceTensors, list[Array], ReduceOp]:
-        """Return a converter, its arrays to sum in place, and SUM or MEAN."""
+    ) -> tuple[HostTensors | DeviceTensors, list[Array], ReduceOp | None]:
+        """Return a converter, its arrays to reduce in place, and `Reduction.op`."""
         held = self._arrays_of(tensors, reduction)
-        op = ReduceOp.MEAN if reduction.divisor else ReduceOp.SUM
-        return held, [held.write(tensor) for tensor in tensors], op
+        return held, [held.write(tensor) for tensor in tensors], reduction.op
 
     @_operation("all_reduce", postponed=True)
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
-        """Reduce tensors in place on all ranks; one call sums or averages them all."""
+        """Reduce tensors in place on all ranks; if possible, all in one call."""
         tensors = _listed(tensors)
         if any(tensor.is_sparse for tensor in tensors):
             for tensor in tensors:
@@ -220,7 +219,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
             return done(tensors)
         reduction = Reduction(opts, tensors[0], self._size)
         held, arrays, op = self._sum_of(tensors, reduction)
-        if reduction.function is np.add:
+        if op is not None:
             given = _alone_or_all(arrays)
             self.collectives.batch_reduce(op, given, "all_reduce", out=given)
         else:
@@ -347,10 +346,9 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         if len(arrays) == 1:
             arrays = self._rows(arrays[0], "reduce_scatter")
         function, divisor = reduction.function, reduction.divisor
-        if is_device(array):
-            op = ReduceOp.MEAN if divisor else ReduceOp.SUM
+        if is_device(array) and reduction.op is not None:
             rank, calls = self._rank, self.collectives
-            device_tensors.reduce_scatter(calls, op, arrays, array, rank)
+            device_tensors.reduce_scatter(calls, reduction.op, arrays, array, rank)
         else:
             what = f"reduce_scatter({reduction.name})"
             scatter = self._exchanges.reduce_scatter

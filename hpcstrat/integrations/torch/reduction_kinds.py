@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Array
 from hpcstrat.integrations.torch.host_tensors import require_numbers
 
@@ -28,6 +29,15 @@ _OF_BOOLEANS: dict[str, np.ufunc] = {
     **dict.fromkeys(("SUM", "MAX", "BOR"), np.bitwise_or),
     **dict.fromkeys(("PRODUCT", "MIN", "BAND"), np.bitwise_and),
     "BXOR": np.bitwise_xor,
+}
+# Operations of hpcstrat for numbers, and for booleans, which may be bytes in an array.
+_OPERATIONS: dict[np.ufunc, ReduceOp] = {
+    np.maximum: ReduceOp.MAX,
+    np.minimum: ReduceOp.MIN,
+}
+_OPERATIONS_OF_BOOLEANS: dict[np.ufunc, ReduceOp] = {
+    np.bitwise_or: ReduceOp.MAX,
+    np.bitwise_and: ReduceOp.MIN,
 }
 
 
@@ -53,6 +63,7 @@ class Reduction:
         self.function = functions[name]
         self.size = size
         self.averages = name == "AVG"
+        self.is_boolean = tensor.dtype is torch.bool
         self.inexact = tensor.is_floating_point() or tensor.is_complex()
 
     @property
@@ -61,9 +72,20 @@ class Reduction:
         return self.size if self.averages and self.inexact else 0
 
     @property
-    def adds(self) -> bool:
-        """True if this is a sum or a mean that hpcstrat's own calls can make."""
-        return self.function is np.add and (self.inexact or not self.averages)
+    def op(self) -> ReduceOp | None:
+        """The operation of hpcstrat that makes this reduction; None if none does.
+
+        An average of integers is a sum, which `conclude` divides.
+        """
+        if self.function is np.add:
+            return ReduceOp.MEAN if self.divisor else ReduceOp.SUM
+        known = _OPERATIONS_OF_BOOLEANS if self.is_boolean else _OPERATIONS
+        return known.get(self.function)
+
+    @property
+    def stays(self) -> bool:
+        """True if tensors on a GPU are reduced there, and `conclude` does nothing."""
+        return self.op is not None and (self.inexact or not self.averages)
 
     def conclude(self, array: Array) -> None:
         """Divide sums of integers for an average; round towards zero, as torch does."""

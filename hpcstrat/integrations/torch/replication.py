@@ -13,7 +13,10 @@ import torch
 
 from hpcstrat.engine.channel.closed import ClosedChannel
 from hpcstrat.engine.options import ReduceOp
-from hpcstrat.integrations.frameworks import require_sums_each_step
+from hpcstrat.integrations.frameworks import (
+    gradient_operation,
+    require_sums_each_step,
+)
 from hpcstrat.integrations.torch.gradient_hooks import Replicated
 from hpcstrat.integrations.torch.logical_gradients import LogicalReplicated
 from hpcstrat.integrations.torch.module_buffers import broadcast
@@ -124,7 +127,7 @@ def _replicate(
     buffers: str | None,
     bucket_bytes: int,
 ) -> None:
-    op = ReduceOp.parse(op)
+    op = gradient_operation(op)
     if buffers not in _BUFFERS:
         raise ValueError(
             f"expected 'first', 'mean' or None as buffers, found {buffers!r}; take one"

@@ -122,6 +122,29 @@ def test_means_gathers_and_broadcasts_are_those_of_numpy(
         _expect(cast((trees[rank], flags[rank])), (trees[root], flags[root]))
 
 
+@inside
+def test_extremes_and_their_gradients_are_those_of_numpy(
+    strategy: Any, wrap: Wrap
+) -> None:
+    size, rank = strategy.num_replicas_in_sync, strategy.replica_id
+    # All replicas have the third element in common.
+    rows = np.array([[r, -r, 7, np.nan if r == 1 else r] for r in range(size)], "f4")
+    for name, function in (("max", np.maximum), ("min", np.minimum)):
+        extreme = wrap(lambda x, name=name: hsj.all_reduce(x, name, strategy))
+        wanted = function.reduce(rows)
+        tree = {"f": rows[rank], "b": rows[rank].astype(jnp.bfloat16)}
+        _expect(extreme(tree), {"f": wanted, "b": wanted.astype(jnp.bfloat16)})
+        # The loss of all replicas is the sum of their losses, with factors 1, 2, ...
+        gradient = wrap(jax.grad(lambda x, f=extreme: (rank + 1) * f(x).sum()))
+        same = (rows == wanted) | (np.isnan(rows) & np.isnan(wanted))
+        total = size * (size + 1) / 2
+        share = (total * same / same.sum(0))[rank].astype(np.float32)
+        np.testing.assert_allclose(gradient(jnp.asarray(rows[rank])), share, rtol=1e-6)
+    flags = jnp.arange(size) == rank
+    every = wrap(lambda x: [hsj.all_reduce(x, op, strategy) for op in ("all", "any")])
+    _expect(every(flags), [np.full(size, size == 1), np.ones(size, bool)])
+
+
 def test_independent_calls_have_one_order(strategy: Any) -> None:
     """XLA may run calls at the same time; other lengths would show a wrong order."""
     size = strategy.num_replicas_in_sync
@@ -343,8 +366,12 @@ def test_what_cannot_be_reduced_is_refused_on_all_ranks(
 ) -> None:
     size, rank = strategy.num_replicas_in_sync, strategy.replica_id
     faults: list[tuple[Callable[[Any], Any], str]] = [
-        (lambda x: hsj.all_reduce(x > 0, "sum", strategy), "found dtype bool; cast"),
-        (lambda x: hsj.all_reduce(x, "max", strategy), "SUM, MEAN"),
+        (lambda x: hsj.all_reduce(x, "any", strategy), "expected booleans for ANY"),
+        (
+            lambda x: hsj.all_reduce(x > 0, "sum", strategy),
+            "found dtype bool; reduce it by",
+        ),
+        (lambda x: hsj.all_reduce(x, "largest", strategy), "SUM, MEAN"),
         (lambda x: hsj.all_reduce(x.astype("float8_e5m2"), "sum", strategy), "float8"),
         (lambda x: hsj.all_gather(x, 1, strategy), "expected 0 <= axis < 1"),
         (lambda x: hsj.broadcast(x, size, strategy), f"from 0 to {size - 1}"),

@@ -427,6 +427,11 @@ CALLS: dict[str, type[Case]] = {
     ),
     "all_reduce_half": reduced(16, np.float16),
     "all_reduce_large": reduced(300_000),
+    "all_reduce_max": replica(
+        "max",
+        lambda self, context, step: context.all_reduce("max", array_of(3)(self, step)),
+        lambda self, step: np.full(3, self.own(step, self.size - 1)),
+    ),
     "all_reduce_rows": replica("rows", _rows, _rows_right),
     "all_reduce_out": replica(
         "out",

@@ -28,6 +28,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from hpcstrat.engine.arrays.kinds import array_module
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import Exchange, WaitSteps
 from hpcstrat.engine.collectives.work import Work
@@ -103,12 +106,12 @@ class MpiTransport:
                 (run, pack_run(run, work, self._values, self.lane)) for run in piece
             ]
             for _, part in parts:
-                yield from self._sum(part)
+                yield from self._sum(part, work.function)
             for run, part in parts:
                 unpack_run(run, work, part, self.lane)
 
-    def _sum(self, values: Any) -> WaitSteps:
-        """Sum contiguous values over the ranks, in place.
+    def _sum(self, values: Any, function: np.ufunc) -> WaitSteps:
+        """Sum contiguous values over the ranks, in place; for ``function`` see `Work`.
 
         Earlier work of the lane may still be writing the values. Afterwards, the lane's
         next work can read the sums.
@@ -117,11 +120,11 @@ class MpiTransport:
             return
         yield self.lane.done()
         if values.nbytes < self._size * self._limits.segment_bytes:
-            yield from self._by_doubling(values)
+            yield from self._by_doubling(values, function)
         else:
-            yield from self._by_ring(values)
+            yield from self._by_ring(values, function)
 
-    def _by_doubling(self, values: Any) -> WaitSteps:
+    def _by_doubling(self, values: Any, function: np.ufunc) -> WaitSteps:
         """Sum by recursive doubling: exchange sums with ranks at distance 1, 2, 4, ...
 
         The number of ranks that take part is a power of two, the largest possible. Each
@@ -138,7 +141,7 @@ class MpiTransport:
             return
         if paired:
             yield from self._receive(theirs, self._rank - 1)
-            self._add(theirs, values, values)
+            self._add(theirs, values, values, function)
         number = self._rank // 2 if paired else self._rank - pairs
         distance = 1
         while distance < active:
@@ -147,13 +150,13 @@ class MpiTransport:
             yield self.lane.done()
             yield from self._receive(theirs, rank) + self._send(values, rank)
             lower, upper = (theirs, values) if other < number else (values, theirs)
-            self._add(lower, upper, values)
+            self._add(lower, upper, values, function)
             distance *= 2
         if paired:
             yield self.lane.done()
             yield from self._send(values, self._rank - 1)
 
-    def _by_ring(self, values: Any) -> WaitSteps:
+    def _by_ring(self, values: Any, function: np.ufunc) -> WaitSteps:
         """Sum by a ring: send segments to the next rank, in chunks that overlap.
 
         In step ``t`` rank ``r`` sends segment ``r - t`` and receives ``r - t - 1``. In
@@ -183,7 +186,7 @@ class MpiTransport:
                 messages, own, theirs = flights.popleft()
                 yield from messages
                 if theirs is not own:
-                    self._add(own, theirs, own)
+                    self._add(own, theirs, own, function)
                     # Wait, because later flights reuse ``theirs``, and send the sum.
                     yield self.lane.done()
             if flight >= 2 * adding:
@@ -206,8 +209,12 @@ class MpiTransport:
         wanted = min(limits.in_flight, segment // _FEWEST_CHUNK_BYTES)
         return max(1, wanted, -(-segment // most))
 
-    def _add(self, one: Any, other: Any, out: Any) -> None:
-        kernels.add(one, other, out, self.lane.stream)
+    def _add(self, one: Any, other: Any, out: Any, function: np.ufunc) -> None:
+        if function is np.add:
+            kernels.add(one, other, out, self.lane.stream)
+            return
+        with self.lane.stream:
+            array_module(out).maximum(one, other, out=out)
 
     def _send(self, array: Any, rank: int) -> list[Exchange]:
         """Begin to send an array, which must not be written before completion."""

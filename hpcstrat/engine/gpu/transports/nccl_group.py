@@ -166,19 +166,26 @@ class NcclGroup:
                 f"{problem}; {_ADVICE}"
             )
 
-    def all_reduce(self, sums: Sequence[tuple[Any, Any, bool]], lane: Lane) -> None:
+    def all_reduce(
+        self,
+        sums: Sequence[tuple[Any, Any, bool]],
+        lane: Lane,
+        function: np.ufunc = np.add,
+    ) -> None:
         """Sum or average contiguous arrays over the ranks, on a lane.
 
         Collective over ``comm``; does not wait. Each tuple in ``sums`` is: the array to
         reduce, the array for the result (may be the same memory), and whether to
-        average instead of sum. Like the other calls, this call raises CollectiveError
-        on this rank if NCCL reports an error.
+        average instead of sum. With ``numpy.maximum`` as ``function`` the result is the
+        maximum. Like the other calls, this call raises CollectiveError on this rank if
+        NCCL reports an error.
         """
+        usual = self._nccl.NCCL_SUM if function is np.add else self._nccl.NCCL_MAX
 
         def call() -> None:
             for values, result, averages in sums:
                 (kind, count), stream = self._kind(values), lane.stream.ptr
-                op = _AVERAGE if averages else self._nccl.NCCL_SUM
+                op = _AVERAGE if averages else usual
                 source, target = values.data.ptr, result.data.ptr
                 self._comm.allReduce(source, target, count, kind, op, stream)
 

@@ -80,7 +80,7 @@ class NcclTransport:
                 packed.append((rest, part, not averages))
                 pairs = [*pairs, (part, part)]
             sums += [(values, result, averages) for values, result in pairs]
-        self.group.all_reduce(sums, lane)
+        self.group.all_reduce(sums, lane, work.function)
         for result in undivided:
             divide(result, work.divisor, lane)
         for run, part, divides in packed:

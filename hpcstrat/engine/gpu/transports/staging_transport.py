@@ -131,7 +131,9 @@ class StagingTransport:
         exact = work.sources[run.spans[0][0]].dtype.kind in "iu"
         algorithm, piece_bytes = self._choose(host.nbytes, exact)
         pieces = tuple(cut([(host.dtype, host.shape)], False, piece_bytes))
-        own = Work(work.call, pieces, [host], [host], piece_bytes)
+        own = Work(
+            work.call, pieces, [host], [host], piece_bytes, function=work.function
+        )
         steps = algorithm(own, channel)
         header = next(steps)
         assert header is HEADER

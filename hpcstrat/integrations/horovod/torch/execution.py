@@ -57,25 +57,22 @@ def _scale(tensor: torch.Tensor, factor: float) -> None:
 
 
 def all_reduce(job: Submissions, batch: list[list[Reduced]]) -> list[Any]:
-    """Reduce tensors in place: all sums in one call, and all averages in another."""
+    """Reduce tensors in place: one call for each operation."""
     everything = [one for some in batch for one in some]
-    arrays: dict[ReduceOp, list[Array]] = {ReduceOp.SUM: [], ReduceOp.MEAN: []}
+    arrays: dict[ReduceOp, list[Array]] = {}
     for one in everything:
         _scale(one.tensor, one.before)
         reduction = one.reduction
-        if reduction.function is np.add:
-            op = ReduceOp.MEAN if reduction.divisor else ReduceOp.SUM
-            arrays[op].append(memory_of(one.tensor))
+        if reduction.op is not None:
+            arrays.setdefault(reduction.op, []).append(memory_of(one.tensor))
         else:
             host = HostTensors()
             array = host.write(one.tensor)
             what = f"allreduce({reduction.name})"
             job.exchanges.combine(reduction.function, array, what)
             host.written()
-    for op, some_arrays in arrays.items():
-        if some_arrays:
-            what = "allreduce"
-            job.collectives.batch_reduce(op, some_arrays, what, out=some_arrays)
+    for op, some in arrays.items():
+        job.collectives.batch_reduce(op, some, "allreduce", out=some)
     for one in everything:
         if one.reduction.averages:
             one.reduction.conclude(memory_of(one.tensor))

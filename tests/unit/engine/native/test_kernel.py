@@ -50,7 +50,7 @@ def _worker(kernel: ModuleType, *digests: int) -> tuple[Worker, list[Any]]:
     """Return a worker whose ranks have announced sums with these digests."""
     worker = Worker(kernel, len(digests))
     arrays = [[np.ones(40_000, np.float32)] for _ in digests]
-    sums = worker.sums(arrays, 65536, 0, False, digest=3)
+    sums = worker.sums(arrays, 65536, "SUM", False, digest=3)
     for one, own, rank, digest in zip(
         sums, arrays, worker.kernels, digests, strict=True
     ):
@@ -145,7 +145,7 @@ def test_wrong_arguments_are_refused(kernel: ModuleType) -> None:
 def test_results_are_new_or_those_given(kernel: ModuleType, listed: bool) -> None:
     worker = Worker(kernel, 2)
     own = [np.arange(6.0).reshape(2, 3), np.arange(4, dtype=np.int16)][: 1 + listed]
-    sums = worker.sums([own, own], 4096, 2, False)
+    sums = worker.sums([own, own], 4096, "MEAN", False)
     for one in worker.kernels:
         one.attention, one.looks = False, 1
     wanted = [array.astype(np.float64) for array in own]
@@ -169,7 +169,7 @@ def test_results_are_new_or_those_given(kernel: ModuleType, listed: bool) -> Non
 def test_results_over_other_values_are_left_to_others(kernel: ModuleType) -> None:
     worker = Worker(kernel, 2)
     memory = np.ones(7, np.float32)
-    [one, _] = worker.sums([[memory[1:]]] * 2, 64, 0, False)
+    [one, _] = worker.sums([[memory[1:]]] * 2, 64, "SUM", False)
     worker.kernels[0].attention = False
     assert one.reduce(memory[1:], memory[:-1]) is None
     assert one.start([memory[1:]], [memory[:-1]])
@@ -182,7 +182,7 @@ class _Repeating:
         worker = Worker(kernel, 2)
         self.first, self.second = worker.kernels
         self.second.attention = False
-        self.sums = worker.sums([[own], [own]], 65536, 0, False, **options)
+        self.sums = worker.sums([[own], [own]], 65536, "SUM", False, **options)
         self.waited: list[Any] = []
         self.error: BaseException | None = None
         self.left: list[Any] = []

@@ -62,8 +62,10 @@ def reduced(dtype: np.dtype[Any], op: str) -> np.dtype[Any]:
 def expected(
     parts: list[np.ndarray[Any, Any]], op: str
 ) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return the sum or mean, computed in one process."""
+    """Return the reduced array, computed in one process."""
     dtype = parts[0].dtype
+    if op in ("max", "min"):
+        return getattr(np, f"{op}imum").reduce(parts)
     wide = np.dtype(np.clongdouble if dtype.kind == "c" else np.longdouble)
     total = np.add.reduce([part.astype(wide) for part in parts], axis=0)
     if op == "mean":
@@ -123,7 +125,7 @@ def in_memory_order(array: np.ndarray[Any, Any], order: str) -> np.ndarray[Any, 
 
 @given(
     kinds=ARRAYS,
-    op=st.sampled_from(["sum", "mean"]),
+    op=st.sampled_from(["sum", "mean", "max", "min"]),
     piece=st.sampled_from([0, 256, 1000, 4096]),
     how=st.sampled_from(["fresh", "in place", "out", "strided out", "swapped"]),
     small=st.booleans(),
@@ -142,6 +144,8 @@ def _all_algorithms_agree(
     seed: int,
 ) -> None:
     options = hs.CommunicationOptions(bytes_per_pack=piece)
+    if op in ("max", "min"):
+        kinds = [kind for kind in kinds if kind[0].char not in "gFDG"]
     parts = [
         [
             in_memory_order(values(seed + 7 * rank + 100 * i, shape, dtype), order)

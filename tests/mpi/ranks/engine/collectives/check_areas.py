@@ -14,6 +14,7 @@ import hpcstrat as hs
 from hpcstrat.engine.collectives import mapped_memory as module
 from hpcstrat.engine.collectives.mapped_memory import LEAST_MAPPED_BYTES, MappedMemory
 from tests.mpi.ranks.outcomes import assert_usable
+from tests.mpi.ranks.promised import assert_promised, promised, random_terms
 
 pytestmark = pytest.mark.algorithm
 
@@ -67,14 +68,13 @@ def summed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def reduced(strategy: Any, array: Any, job: Any, *, op: str = "sum") -> None:
-    """Reduce random numbers in place, and compare the bits with a copying reduction."""
-    drawn = np.random.default_rng(job.rank).normal(size=array.shape) * 99
-    values = drawn.astype(array.dtype)
-    array[...] = values
+    """Reduce random numbers in place, and compare the bits with the promised ones."""
+    terms = random_terms(7, job.size, array.size, array.dtype)
+    array[...] = terms[job.rank]
     kind = hs.ReduceOp.parse(op)
-    expected = strategy.collectives.batch_reduce(kind, values.reshape(1, -1), "usual")
     strategy.collectives.batch_reduce(kind, array, "reduce", out=array)
-    np.testing.assert_array_equal(array, expected[0])
+    pairs = [(array, promised(terms, op))]
+    assert_promised(job, pairs, f"{op} by reduce_in_mapped_memory")
 
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
