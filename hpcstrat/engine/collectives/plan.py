@@ -56,7 +56,8 @@ class Request:
         """Return the request for the maximum of the order keys of these arrays."""
         signatures = [(np.dtype(f"u{d.itemsize}"), s) for d, s in self.signatures]
         results = tuple((shape, dtype) for dtype, shape in signatures)
-        return replace(self, signatures=tuple(signatures), results=results)
+        most = replace(self, op=ReduceOp.MAX)
+        return replace(most, signatures=tuple(signatures), results=results)
 
 
 def is_plain(array: Array) -> bool:
