@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import inspect
 from collections.abc import Callable
@@ -46,6 +47,7 @@ class LocalReplicas:
         self._ranks = ranks
         self._rank = rank
         self.num_replicas = count or ranks.size
+        self._logical = count is not None
         self.order = TreeOrder(self.num_replicas, ranks.size)
         self._sums = ReplicaSums(ranks, self.order, rank)
         self.block = self._sums.block
@@ -84,15 +86,26 @@ class LocalReplicas:
                 "write args=(value,), or args=(batch,) for a whole batch"
             )
         if self.meetings is None and not self.listeners:
-            result = self.call(self.entries[0], fn, args, kwargs)
+            result = self._caller()(self.entries[0], fn, args, kwargs)
             return None if result is None else self.distributed(result)
         functions = [
-            functools.partial(self.call, entry, fn, args, kwargs)
+            functools.partial(self._caller(), entry, fn, args, kwargs)
             for entry in self.entries
         ]
         one_by_one = None if self.meetings is None else self.meetings.take_turns
         results = run_listened(functions, self.listeners, one_by_one)
         return self.joined(results, "the results of run")
+
+    def _caller(self) -> Callable[..., Any]:
+        """Return `call`; with logical replicas, in a copy of the caller's context.
+
+        So a replica finds the values of context variables that the program has set
+        before `run`, and never those that a replica has set, whether the rank has one
+        replica or several.
+        """
+        if not self._logical:
+            return self.call
+        return functools.partial(contextvars.copy_context().run, self.call)
 
     @staticmethod
     def call(

@@ -9,8 +9,6 @@ same.
 
 from __future__ import annotations
 
-import contextvars
-import functools
 import itertools
 import threading
 from _thread import allocate_lock
@@ -78,13 +76,12 @@ class Turns:
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Call one function for each replica, in turns, and return the results.
 
-        Each function runs in a copy of the caller's context. After all functions have
-        ended, `run` raises the first error of a replica.
+        After all functions have ended, `run` raises the first error of a replica.
         """
         seats = self._seats or self._start()
         self._first = None
         for seat, function in zip(seats, functions, strict=True):
-            seat.job = functools.partial(contextvars.copy_context().run, function)
+            seat.job = function
             seat.error = seat.failure = seat.answer = None
         try:
             self._go_round(seats)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import signal
 import threading
 from typing import Any
@@ -53,20 +52,6 @@ def test_a_call_is_made_in_the_thread_of_the_run(turns: Any) -> None:
 
     turns.run([lambda n=n: turns.meet(n, "a call", act, n) for n in range(3)])
     assert found == [threading.current_thread()]
-
-
-def test_contexts_come_along_and_do_not_leak(turns: Any) -> None:
-    variable = contextvars.ContextVar("variable", default=0)
-    variable.set(5)
-
-    def replica(number: int) -> int:
-        seen = variable.get()
-        variable.set(number)
-        turns.meet(number, "wait", lambda v: v, None)
-        return seen + 10 * variable.get()
-
-    assert turns.run([lambda n=n: replica(n) for n in range(3)]) == [5, 15, 25]
-    assert variable.get() == 5
 
 
 def test_other_calls_are_refused_and_told(turns: Any, told: list[Any]) -> None:

@@ -6,6 +6,7 @@ and sums with sums over the tree of replicas.
 
 from __future__ import annotations
 
+import contextvars
 import logging
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,30 @@ def alone(count: int) -> Any:
     from mpi4py import MPI
 
     return made(count, comm=MPI.COMM_SELF)
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_context_variables_that_a_replica_sets_end_with_run(
+    each: Any, job: Any, count: int
+) -> None:
+    strategy = made(max(count, job.size), replicas_per_worker=each)
+    variable = contextvars.ContextVar("variable", default=0)
+    variable.set(5)
+
+    def step() -> int:
+        seen = variable.get()
+        number = hs.get_replica_context().replica_id_in_sync_group
+        variable.set(100 + number)
+        hs.get_replica_context().all_reduce("sum", np.ones(2))
+        return 1000 * seen + variable.get()
+
+    for before in (5, 5, 7):
+        variable.set(before)
+        results = strategy.experimental_local_results(strategy.run(step))
+        numbers = [1000 * before + 100 + n for n in strategy.replicas.block]
+        assert [int(result) for result in results] == numbers
+        assert variable.get() == before
+    strategy.close()
 
 
 def leaves_of(seed: int, count: int, dtype: Any, shape: tuple[int, ...]) -> list[Any]:
