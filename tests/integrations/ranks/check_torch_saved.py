@@ -113,11 +113,15 @@ def test_generators_go_on_where_they_were_saved(
         manager.restore()
     else:
         memory = hs.elastic.Memory()
+        memory.begin(strategy, 1)
         memory.track(**hst.state(module))
+        assert memory.restore() is None
         memory.commit(1)
         wanted = _drawn()
         _seed(99)
-        memory.restore()
+        memory.begin(strategy, 2)
+        memory.track(**hst.state(module))
+        assert memory.restore() == 1
     assert _drawn() == wanted
     everywhere = job.allgather(wanted)
     assert all(everywhere.count(one) == 1 for one in everywhere)
