@@ -724,7 +724,7 @@ def test_an_error_that_cannot_be_pickled_is_told_and_ends_no_server(
     cluster: Cluster,
 ) -> None:
     class Failing(hs.optimizers.SGD):
-        def _update_one(self, *args: Any) -> None:
+        def update_arrays(self, *args: Any) -> None:
             raise HeldError
 
     def body(strategy: Any, coordinator: Any) -> None:
@@ -775,11 +775,11 @@ class Slow(hs.optimizers.SGD):
 
     fails = False
 
-    def _update_one(self, *args: Any) -> None:
+    def update_arrays(self, *args: Any) -> None:
         time.sleep(0.1)
         if self.fails:
             raise ZeroDivisionError("at the server")
-        super()._update_one(*args)
+        super().update_arrays(*args)
 
 
 def test_each_function_has_its_own_errors(cluster: Cluster, job: Any) -> None:
