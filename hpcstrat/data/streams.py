@@ -361,7 +361,7 @@ def _picked(
 
 def selected(parent: Stage, function: Callable[..., Any]) -> Stream:
     """Return the elements for which a function is true."""
-    return _picked(parent, f"filtered by {code_words(function)}", filter, function)
+    return _picked(parent, "filtered", filter, function)
 
 
 def taken_while(parent: Stage, function: Callable[..., Any]) -> Stream:

@@ -20,7 +20,7 @@ import numpy as np
 
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.channel.waitable import HeaderStep, WaitSteps
+from hpcstrat.engine.channel.waitable import HEADER, HeaderStep, WaitSteps
 from hpcstrat.engine.channel.wire_headers import HEADER_BYTES, WireHeaders
 from hpcstrat.engine.channel.worker_values import WorkerValues
 from hpcstrat.engine.collectives.plan import Plan, Request
@@ -246,7 +246,7 @@ def _reduce(
     one = load().Sum(*made, scattered, work.call, work.call.digest, None)
     started = one.start(sources, results)
     assert started
-    yield HeaderStep(carried)
+    yield HEADER if carried is None else HeaderStep(carried)
     while one.go_on(0) != _DONE:
         yield channel.steps
     one.take_results()

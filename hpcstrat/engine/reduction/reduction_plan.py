@@ -154,7 +154,11 @@ def _in_header(
     """
     assert channel.wire is not None
     values, codes = channel.wire.values, kernel_codes(request, channel)
-    if values is None or codes is None:
+    # Messages have narrow integers as int32, but the kernel adds them as they are.
+    means = bool(request.divisor)
+    kinds = [wire_dtype(dtype, means) for dtype, _ in request.signatures]
+    widened = any(narrows and wire.kind == "i" for wire, narrows in kinds)
+    if values is None or codes is None or widened:
         return HeaderSum(request, choice, channel, piece)
     carried = SentValues(values, channel.wire, header_bytes(piece))
     choice = replace(choice, piece_bytes=values.place_bytes)
