@@ -12,7 +12,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from hpcstrat._version import __version__ as __version__
-from hpcstrat.engine.old_paths import OldPaths
 
 if TYPE_CHECKING:
     from hpcstrat import cluster_resolver as cluster_resolver
@@ -246,10 +245,6 @@ def __dir__() -> list[str]:
     # Names that are not loaded yet are included, for completion in a shell.
     return sorted([*globals(), *__all__])
 
-
-# The finder for old import paths must be the first finder: after another finder, the
-# modules of a moved package would be loaded a second time.
-sys.meta_path.insert(0, OldPaths())
 
 # If the launcher's environment variables show a job of several ranks, report this
 # rank's state from now on: even before MPI runs, the other ranks then see that this

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import json
 import os
 import subprocess
@@ -39,6 +38,15 @@ def test_import_loads_nothing_heavy(module: str, allowed: set[str]) -> None:
     program = f"import sys, json, {module}; print(json.dumps(sorted(sys.modules)))"
     loaded = set(json.loads(_run(program)))
     assert loaded & HEAVY <= allowed
+
+
+def test_import_leaves_the_import_system_as_it_is() -> None:
+    _run(
+        "import sys\n"
+        "before = [*sys.meta_path], [*sys.path_hooks]\n"
+        "import hpcstrat\n"
+        "assert (sys.meta_path, sys.path_hooks) == before, sys.meta_path"
+    )
 
 
 def test_import_in_a_job_of_several_ranks_loads_nothing_heavy(
@@ -93,19 +101,6 @@ def test_type_checkers_see_the_names_that_are_loaded_lazily() -> None:
         elif isinstance(node, ast.Assign):
             seen |= {ast.unparse(target) for target in node.targets}
     assert [name for name in hpcstrat.__all__ if name not in seen] == []
-
-
-def test_old_paths_lead_to_the_modules_and_warn() -> None:
-    with pytest.warns(DeprecationWarning, match=r"hpcstrat\.engine\.options now"):
-        old = importlib.import_module("hpcstrat.options")
-    assert old is importlib.import_module("hpcstrat.engine.options")
-    assert old.__spec__ is not None
-    assert old.__spec__.name == "hpcstrat.engine.options"
-    with pytest.warns(DeprecationWarning, match=r"parameter_server\.coordinator"):
-        old = importlib.import_module("hpcstrat.coordinator.coordinator")
-    assert hpcstrat.coordinator.ClusterCoordinator is old.ClusterCoordinator
-    with pytest.raises(ModuleNotFoundError, match="no_such"):
-        importlib.import_module("hpcstrat.no_such")
 
 
 def test_at_the_door_are_few_names() -> None:
