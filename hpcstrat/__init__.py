@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from hpcstrat._launchers import LAUNCHERS
 from hpcstrat._version import __version__ as __version__
 from hpcstrat.engine import scope_watchers
-from hpcstrat.engine.old_paths import OldPaths
 
 if TYPE_CHECKING:
     from hpcstrat import cluster_resolver as cluster_resolver
@@ -252,10 +251,6 @@ def __dir__() -> list[str]:
 
 # The strategies are in a layer below the integrations, and know none of them.
 scope_watchers.register("keras", "hpcstrat.integrations.keras.scope_models")
-
-# The finder for old import paths must be the first finder: after another finder, the
-# modules of a moved package would be loaded a second time.
-sys.meta_path.insert(0, OldPaths())
 
 # If the launcher's environment variables show a job of several ranks, report this
 # rank's state from now on: even before MPI runs, the other ranks then see that this

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from hpcstrat.engine.arrays.casting import without_fp_warnings
-from hpcstrat.engine.arrays.kinds import array_module, is_device
+from hpcstrat.engine.arrays.kinds import array_module, is_device, is_half
 from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.channel.pending_calls import PendingCall
 from hpcstrat.engine.context import current, pop, push
 from hpcstrat.engine.options import CommunicationOptions, ReduceOp
 from hpcstrat.engine.reduction.replica_collectives import Collectives
 from hpcstrat.engine.settings import Settings
+from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.engine.typing import Array
-from hpcstrat.groups.group_strategy import make_groups
 from hpcstrat.optimizers import SGD, Optimizer
 from hpcstrat.optimizers.routine import learning_rate
 from hpcstrat.optimizers.slots import file_names
 from hpcstrat.strategies import MultiWorkerMirroredStrategy, Strategy
+from hpcstrat.strategies.connection import subset
+from hpcstrat.strategies.split import Split
 from hpcstrat.variables import HostValue, MirroredVariable, Variable
 
 if TYPE_CHECKING:
@@ -137,7 +140,7 @@ class SyncGroups:
         self._rate = 0.0
         try:
             self._agree(by, size, every, delay, outer)
-            self.strategy: Strategy = make_groups(
+            self.strategy: Strategy = _make_groups(
                 self.everyone,
                 size,
                 self._take,
@@ -492,3 +495,50 @@ def _describe(outer: Optimizer) -> str:
         if isinstance(value, (bool, int, float, str))
     ]
     return f"{kind.__name__}({', '.join(words)})"
+
+
+class GroupStrategy(MultiWorkerMirroredStrategy):
+    """The strategy of one group: synchronous training on the replicas of the group.
+
+    Collective over ``comm``. Making a trainable variable of floating type in the scope
+    is collective over all replicas of all groups, because the function ``take``
+    broadcasts replica 0's value to all groups.
+    """
+
+    def __init__(
+        self, take: Callable[[MirroredVariable], None], **options: Any
+    ) -> None:
+        self._take = take
+        super().__init__(**options)
+
+    def variable_made(self, variable: MirroredVariable) -> None:
+        """Register a new variable; collective over all groups if they average it."""
+        super().variable_made(variable)
+        kind = variable.dtype
+        if variable.trainable and (kind.kind in "fc" or is_half(kind)):
+            self._take(variable)
+
+
+def _make_groups(
+    whole: MultiWorkerMirroredStrategy,
+    size: int | None,
+    take: Callable[[MirroredVariable], None],
+    **options: Any,
+) -> GroupStrategy:
+    """Return the strategy of this replica's group, and record the groups in ``split``.
+
+    Collective over the replicas of ``whole``. By default each worker is a group; with
+    ``size``, each ``size`` consecutive replicas form a group. ``whole`` and the group's
+    strategy get the same attribute ``split``, which records the group of each replica.
+    """
+    topology = whole.topology
+    group = topology.worker_id if size is None else topology.replica_id // size
+    world = Topology.world()
+    found = whole.collectives.all_gather_object((group, world.rank), "forming groups")
+    comm = subset([rank for other, rank in found if other == group])
+    try:
+        part = GroupStrategy(take, comm=comm, settings=whole.settings, **options)
+    finally:
+        comm.Free()
+    whole.split = part.split = Split(whole, part, [group for group, _ in found])
+    return part

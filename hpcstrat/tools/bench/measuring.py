@@ -4,7 +4,8 @@ Calls are measured as in the OSU micro-benchmarks
 (https://mvapich.cse.ohio-state.edu/benchmarks/): there is a barrier before each repeat,
 and a repeat has so many calls that the resolution of the clock does not matter. Steps
 follow each other without a barrier, as in training, so that a replica that is late in
-one step can catch up in the next.
+one step can catch up in the next. Each measurement also records how much of the hosts'
+cores other programs used.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,10 +23,9 @@ import numpy as np
 
 from hpcstrat.engine.observe.timeline.totals import Totals, totals
 from hpcstrat.strategies.base import Strategy
-from hpcstrat.tools.bench.neighbors import watched
 from hpcstrat.tools.bench.run_file import BenchError, Part
 
-__all__ = ["Repeats", "compute", "fill_calls", "fill_steps"]
+__all__ = ["Repeats", "compute", "fill_calls", "fill_steps", "worker_shares"]
 
 # A repeat makes several short calls, so that it takes at least about this time.
 _REPEAT_SECONDS = 2e-3
@@ -33,6 +34,8 @@ _TRIAL_CALLS = 3
 _OBSERVED = ("late", "communication", "input")
 # `compute` uses this array, which stays in a core's own cache.
 _WORK = np.ones(8192, np.float32)
+
+_Times = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,62 @@ class Repeats:
     def in_all(self) -> int:
         """The number of all repeats, with the warm-up."""
         return self.num + self.warm_up
+
+
+@contextlib.contextmanager
+def _watched(part: Part, strategy: Strategy) -> Iterator[None]:
+    """Record in ``part`` how much of each host other programs use during the block.
+
+    The end of the block is collective over the strategy's replicas, unless the block
+    raises an exception.
+    """
+    # Do not gather in a `finally`: if only this rank's block raises, the other ranks
+    # may not gather, and this rank would wait forever.
+    start = _times()
+    yield
+    spent = _times() - start
+    # Count all cores of the host, because /proc/stat does, and not only the job's.
+    cores = float(os.cpu_count() or 1)
+    own = np.array([[strategy.topology.worker_id, cores, *spent]])
+    part.others_share = worker_shares(np.asarray(strategy.gather(own, axis=0)))
+
+
+def _times() -> _Times:
+    """Return seconds: the host's busy time, this process's time, wall-clock time."""
+    return np.array([_busy_seconds(), time.process_time(), time.perf_counter()])
+
+
+def _busy_seconds() -> float:
+    """Return the busy seconds of all cores of the host together; NaN if unknown."""
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            # Read the fields up to `steal` (proc(5)); `user` includes guest time.
+            ticks = [int(word) for word in file.readline().split()[1:9]]
+    except (OSError, ValueError):
+        # Return a number, because all ranks must gather equally many numbers.
+        return float("nan")
+    # Subtract the times in which cores were idle or waited for disks. The remaining
+    # sum includes the time that a hypervisor used.
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def worker_shares(rows: _Times) -> list[float]:
+    """Return the share that other programs used, by worker; empty if unknown.
+
+    A row of ``rows`` has one replica's worker, number of cores, and seconds of
+    `_times`.
+    """
+    if np.isnan(rows).any():
+        return []
+    found = []
+    for worker in np.unique(rows[:, 0]):
+        _, cores, busy, own, wall = rows[rows[:, 0] == worker].T
+        # The replicas of a worker read the same counter of the host, at slightly
+        # different times, so take the largest.
+        others = max(float(busy.max() - own.sum()), 0.0)
+        # Ticks are coarse: in a short block the share may seem to exceed 1.
+        found.append(min(others / float(cores.max() * wall.max()), 1.0))
+    return found
 
 
 @contextlib.contextmanager
@@ -83,7 +142,7 @@ def fill_calls(
     trial = _gathered(strategy, np.array([measured(_TRIAL_CALLS)])).max()
     wanted = math.ceil(_REPEAT_SECONDS * _TRIAL_CALLS / trial)
     count = part.calls_per_repeat = min(max(wanted, 1), _MOST_CALLS)
-    with watched(part, strategy), _without_collector():
+    with _watched(part, strategy), _without_collector():
         for _ in range(repeats.warm_up):
             measured(count)
         own = [measured(count) / count for _ in range(repeats.num)]
@@ -99,7 +158,7 @@ def fill_steps(
     Collective over the strategy's replicas. The warm-up steps are not measured.
     """
     own = np.zeros((1 + len(_OBSERVED), repeats.num))
-    with watched(part, strategy), totals() as found, _without_collector():
+    with _watched(part, strategy), totals() as found, _without_collector():
         for index in range(repeats.warm_up):
             _do(step, index, repeats)
         strategy.barrier()

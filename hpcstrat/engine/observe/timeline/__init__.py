@@ -4,7 +4,12 @@ This package does not use MPI: `hpcstrat.engine.observe.clocks` measures the clo
 other hosts.
 """
 
-from hpcstrat.engine.observe.timeline.ranges import recorded_wait, trace, traced
-from hpcstrat.engine.observe.timeline.recorder import Recorder, active
+from hpcstrat.engine.observe.timeline.recorder import (
+    Recorder,
+    active,
+    recorded_wait,
+    trace,
+    traced,
+)
 
 __all__ = ["Recorder", "active", "recorded_wait", "trace", "traced"]

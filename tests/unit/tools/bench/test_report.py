@@ -23,7 +23,7 @@ from click.testing import CliRunner, Result
 from hpcstrat.cli.main import main
 from hpcstrat.tools.bench.analysis import analyze, interval, read_runs
 from hpcstrat.tools.bench.expectation import read_expected
-from hpcstrat.tools.bench.neighbors import worker_shares
+from hpcstrat.tools.bench.measuring import worker_shares
 from hpcstrat.tools.bench.pictures import draw
 from hpcstrat.tools.bench.run_file import BenchError, MeasuredRun, read_run, write_run
 from hpcstrat.tools.bench.shapes import (

@@ -22,7 +22,9 @@ from hpcstrat.tools.bench.prediction.dry_run import (
     AllReduced,
     Begun,
     MemoryCopy,
+    Phantom,
     SimulatedJob,
+    Traffic,
     dry_run,
 )
 from hpcstrat.tools.bench.prediction.forecast import (
@@ -32,7 +34,6 @@ from hpcstrat.tools.bench.prediction.forecast import (
 )
 from hpcstrat.tools.bench.prediction.inputs import KnownFigures, read_given
 from hpcstrat.tools.bench.prediction.platforms import NETWORKS, Network
-from hpcstrat.tools.bench.prediction.shape_only_arrays import Phantom, Traffic
 from hpcstrat.tools.bench.prediction.simulator import Simulator
 from hpcstrat.tools.bench.prediction.traces import Machine, Writer
 from hpcstrat.tools.bench.run_file import BenchError
