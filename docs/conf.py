@@ -4,6 +4,7 @@ import enum
 import importlib
 import inspect
 import operator
+import os
 import re
 from functools import cache, partial
 from importlib.util import find_spec
@@ -38,6 +39,12 @@ nitpicky = False
 autodoc_mock_imports = [
     name for name in ("jax", "keras", "torch") if find_spec(name) is None
 ]
+# Keras imports TensorFlow, unless this variable names another backend.
+_backends = [name for name in ("tensorflow", "torch", "jax") if find_spec(name)]
+if _backends:
+    os.environ.setdefault("KERAS_BACKEND", _backends[0])
+elif "keras" not in autodoc_mock_imports:
+    autodoc_mock_imports.append("keras")
 if "torch" in autodoc_mock_imports:
     # It makes the backend known to torch.
     autodoc_mock_imports.append("hpcstrat.integrations.torch.at_import")
@@ -272,9 +279,11 @@ def _toctree(found: re.Match[str], *, hidden: bool = False) -> str:
 def _mark_blocks(_app: Sphinx, doctree: nodes.document) -> None:
     """Mark text in columns, which is not wrapped; shorten paths of files in diffs."""
     for block in doctree.findall(nodes.literal_block):
-        if block["language"] == "text" and re.search(r"\S   +\S", block.astext()):
+        # A parsed literal in a docstring has no language.
+        language = block.get("language")
+        if language == "text" and re.search(r"\S   +\S", block.astext()):
             block["classes"].append("in-columns")
-        if block["language"] == "udiff":
+        if language == "udiff":
             text = re.sub(r"^(---|\+\+\+) \S*/", r"\1 ", block.astext(), flags=re.M)
             block.rawsource = text
             block.children = [nodes.Text(text)]
