@@ -13,6 +13,7 @@ from typing import Any
 
 from docutils import nodes
 from docutils.statemachine import StringList
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.config import Config
 from sphinx.util.docutils import SphinxDirective
@@ -68,6 +69,11 @@ suppress_warnings = ["ref.python"]
 _INTERNAL = re.compile(r"\bfor\s+the\s+library's\s+own\s+modules\b", re.I)
 # A list of links to pages, with its heading.
 _PAGE_LIST = re.compile(r"^(?:## (.+)\n\n)?((?:- \[.+\]\(\S+\.md\)\n){3,})", re.M)
+# A comment with words for the search.
+_INDEX_ENTRIES = re.compile(r"^<!-- index: (.+) -->$", re.M)
+
+# The table of contents shows a method below its class, and needs no second class name.
+toc_object_entries_show_parents = "hide"
 
 html_theme = "pydata_sphinx_theme"
 html_title = f"hpcstrat {release}"
@@ -213,6 +219,15 @@ def _resolve(name: str) -> Any:
     return operator.attrgetter(name.removeprefix("hpcstrat."))(hpcstrat)
 
 
+def _make_index_entries(_app: Sphinx, _docname: str, source: list[str]) -> None:
+    """Make the comments ``<!-- index: ! max, ! min -->`` entries that the search finds.
+
+    The entries are separated by commas. The search shows pages of entries with an
+    exclamation mark first. The repository's pages do not show comments.
+    """
+    source[0] = _INDEX_ENTRIES.sub(r"\n```{index} \1\n```\n", source[0])
+
+
 def _link_to_index(_app: Sphinx, _docname: str, source: list[str]) -> None:
     """Let links to the README, which is no page here, lead to the first page."""
     source[0] = source[0].replace("](../README.md)", "](index.md)")
@@ -276,6 +291,15 @@ def _toctree(found: re.Match[str], *, hidden: bool = False) -> str:
     return f"{heading}```{{toctree}}\n{option}\n\n{pages}\n```\n"
 
 
+def _let_names_break(
+    _app: Sphinx, _domain: str, _kind: str, content: addnodes.desc_content
+) -> None:
+    """Let long names in the table of contents continue in a new line after a _."""
+    for signature in content.parent.children:
+        if name := signature.get("_toc_name"):
+            signature["_toc_name"] = name.replace("_", "_\N{ZERO WIDTH SPACE}")
+
+
 def _mark_blocks(_app: Sphinx, doctree: nodes.document) -> None:
     """Mark text in columns, which is not wrapped; shorten paths of files in diffs."""
     for block in doctree.findall(nodes.literal_block):
@@ -295,6 +319,8 @@ def setup(app: Sphinx) -> None:
     app.connect("config-inited", _offer_versions)
     app.connect("source-read", _link_to_index)
     app.connect("source-read", _make_toctrees)
+    app.connect("source-read", _make_index_entries)
+    app.connect("object-description-transform", _let_names_break)
     app.connect("doctree-read", _mark_blocks)
     app.connect("autodoc-skip-member", _is_internal)
     app.connect("autodoc-process-bases", _name_bases)

@@ -67,7 +67,7 @@ def test_the_reference_is_built_where_the_frameworks_are_installed(
 ) -> None:
     pytest.importorskip("pydata_sphinx_theme", reason="needs the extra docs")
     page = (DOCS / "api/integrations.md").read_text()
-    (tmp_path / "index.md").write_text(page)
+    (tmp_path / "index.md").write_text(f"{page}\n<!-- index: ! CUDA, ! max -->\n")
     words = [sys.executable, "-m", "sphinx", "-q", "-b", "html", "-c", str(DOCS)]
     done = subprocess.run(
         [*words, str(tmp_path), str(tmp_path / "built")],
@@ -85,6 +85,11 @@ def test_the_reference_is_built_where_the_frameworks_are_installed(
     assert "hpcstrat.integrations.keras.Checkpoint.on_epoch_end" in shown
     inherited = {"torch.SyncBatchNorm.apply", "keras.Checkpoint.on_train_batch_end"}
     assert shown.isdisjoint(f"hpcstrat.integrations.{name}" for name in inherited)
+    search = (tmp_path / "built/searchindex.js").read_text()
+    assert {'"cuda":', '"max":'} <= set(re.findall(r'"\w+":', search))
+    assert re.search(
+        r'"indexentries":\{[^}]*"max":\[\["index","[^"]+",true\]\]', search
+    )
 
 
 @pytest.mark.slow
