@@ -67,7 +67,8 @@ def test_the_reference_is_built_where_the_frameworks_are_installed(
 ) -> None:
     pytest.importorskip("pydata_sphinx_theme", reason="needs the extra docs")
     page = (DOCS / "api/integrations.md").read_text()
-    (tmp_path / "index.md").write_text(f"{page}\n<!-- index: ! CUDA, ! max -->\n")
+    (tmp_path / "index.md").write_text("# The first page has no table of contents.\n")
+    (tmp_path / "page.md").write_text(f"{page}\n<!-- index: ! CUDA, ! max -->\n")
     words = [sys.executable, "-m", "sphinx", "-q", "-b", "html", "-c", str(DOCS)]
     done = subprocess.run(
         [*words, str(tmp_path), str(tmp_path / "built")],
@@ -78,7 +79,7 @@ def test_the_reference_is_built_where_the_frameworks_are_installed(
     )
     assert done.returncode == 0, done.stderr
     assert "docstring of" not in done.stderr  # The frameworks' own are not for Sphinx.
-    built = (tmp_path / "built/index.html").read_text()
+    built = (tmp_path / "built/page.html").read_text()
     shown = set(re.findall(r'id="([^"]+)"', built))
     assert "hpcstrat.integrations.torch.SyncBatchNorm.convert" in shown
     assert "hpcstrat.integrations.keras.Checkpoint.on_epoch_end" in shown
@@ -87,10 +88,7 @@ def test_the_reference_is_built_where_the_frameworks_are_installed(
     # In the table of contents, names have no class, and may break after a _.
     assert ">on_\N{ZERO WIDTH SPACE}epoch_\N{ZERO WIDTH SPACE}end()<" in built
     search = (tmp_path / "built/searchindex.js").read_text()
-    assert {'"cuda":', '"max":'} <= set(re.findall(r'"\w+":', search))
-    assert re.search(
-        r'"indexentries":\{[^}]*"max":\[\["index","[^"]+",true\]\]', search
-    )
+    assert re.search(r'"max":\[\[\d+,"index-0",true\]\]', search)
 
 
 @pytest.mark.slow
