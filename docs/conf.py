@@ -4,6 +4,7 @@ import enum
 import importlib
 import inspect
 import operator
+import os
 import re
 from functools import cache, partial
 from importlib.util import find_spec
@@ -12,6 +13,7 @@ from typing import Any
 
 from docutils import nodes
 from docutils.statemachine import StringList
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.config import Config
 from sphinx.util.docutils import SphinxDirective
@@ -38,6 +40,12 @@ nitpicky = False
 autodoc_mock_imports = [
     name for name in ("jax", "keras", "torch") if find_spec(name) is None
 ]
+# Keras imports TensorFlow, unless this variable names another backend.
+_backends = [name for name in ("tensorflow", "torch", "jax") if find_spec(name)]
+if _backends:
+    os.environ.setdefault("KERAS_BACKEND", _backends[0])
+elif "keras" not in autodoc_mock_imports:
+    autodoc_mock_imports.append("keras")
 if "torch" in autodoc_mock_imports:
     # It makes the backend known to torch.
     autodoc_mock_imports.append("hpcstrat.integrations.torch.at_import")
@@ -61,6 +69,11 @@ suppress_warnings = ["ref.python"]
 _INTERNAL = re.compile(r"\bfor\s+the\s+library's\s+own\s+modules\b", re.I)
 # A list of links to pages, with its heading.
 _PAGE_LIST = re.compile(r"^(?:## (.+)\n\n)?((?:- \[.+\]\(\S+\.md\)\n){3,})", re.M)
+# A comment with words for the search.
+_INDEX_ENTRIES = re.compile(r"^<!-- index: (.+) -->$", re.M)
+
+# The table of contents shows a method below its class, and needs no second class name.
+toc_object_entries_show_parents = "hide"
 
 html_theme = "pydata_sphinx_theme"
 html_title = f"hpcstrat {release}"
@@ -206,6 +219,15 @@ def _resolve(name: str) -> Any:
     return operator.attrgetter(name.removeprefix("hpcstrat."))(hpcstrat)
 
 
+def _make_index_entries(_app: Sphinx, _docname: str, source: list[str]) -> None:
+    """Make the comments ``<!-- index: ! max, ! min -->`` entries that the search finds.
+
+    The entries are separated by commas. The search shows pages of entries with an
+    exclamation mark first. The repository's pages do not show comments.
+    """
+    source[0] = _INDEX_ENTRIES.sub(r"\n```{index} \1\n```\n", source[0])
+
+
 def _link_to_index(_app: Sphinx, _docname: str, source: list[str]) -> None:
     """Let links to the README, which is no page here, lead to the first page."""
     source[0] = source[0].replace("](../README.md)", "](index.md)")
@@ -269,12 +291,23 @@ def _toctree(found: re.Match[str], *, hidden: bool = False) -> str:
     return f"{heading}```{{toctree}}\n{option}\n\n{pages}\n```\n"
 
 
+def _let_names_break(
+    _app: Sphinx, _domain: str, _kind: str, content: addnodes.desc_content
+) -> None:
+    """Let long names in the table of contents continue in a new line after a _."""
+    for signature in content.parent.children:
+        if name := signature.get("_toc_name"):
+            signature["_toc_name"] = name.replace("_", "_\N{ZERO WIDTH SPACE}")
+
+
 def _mark_blocks(_app: Sphinx, doctree: nodes.document) -> None:
     """Mark text in columns, which is not wrapped; shorten paths of files in diffs."""
     for block in doctree.findall(nodes.literal_block):
-        if block["language"] == "text" and re.search(r"\S   +\S", block.astext()):
+        # A parsed literal in a docstring has no language.
+        language = block.get("language")
+        if language == "text" and re.search(r"\S   +\S", block.astext()):
             block["classes"].append("in-columns")
-        if block["language"] == "udiff":
+        if language == "udiff":
             text = re.sub(r"^(---|\+\+\+) \S*/", r"\1 ", block.astext(), flags=re.M)
             block.rawsource = text
             block.children = [nodes.Text(text)]
@@ -286,6 +319,8 @@ def setup(app: Sphinx) -> None:
     app.connect("config-inited", _offer_versions)
     app.connect("source-read", _link_to_index)
     app.connect("source-read", _make_toctrees)
+    app.connect("source-read", _make_index_entries)
+    app.connect("object-description-transform", _let_names_break)
     app.connect("doctree-read", _mark_blocks)
     app.connect("autodoc-skip-member", _is_internal)
     app.connect("autodoc-process-bases", _name_bases)

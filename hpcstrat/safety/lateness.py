@@ -53,8 +53,6 @@ def conclude(arrivals: Arrivals) -> None:
         logger.warning("%s", report)
     elif costs:
         logger.warning("%s", report.sentence())
-    else:
-        logger.info("%s", report.sentence())
 
 
 class _Listening:

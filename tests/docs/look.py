@@ -2,9 +2,9 @@
 
 Each page is opened in the sizes of a phone and of a desktop, light and dark. The
 program prints faults: a page that is wider than the screen, that has no title or
-several, a missing picture or other file, a script that fails. With SCREENSHOTS, a
-folder, it writes an image of each whole page there. It needs playwright from PyPI, and
-Chromium.
+several, a missing picture or other file, a script that fails, a first page whose
+picture is cut. With SCREENSHOTS, a folder, it writes an image of each whole page there.
+It needs playwright from PyPI, and Chromium.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ _WRONG = """() => {
     for (const image of document.images)
         if (image.complete && !image.naturalWidth)
             wrong.push(`no picture: ${image.src}`);
+    for (const box of document.querySelectorAll("#hpcstrat > p:has(> img)"))
+        if (box.scrollWidth > box.clientWidth) wrong.push("the first picture is cut");
     const headings = document.querySelectorAll("main h1").length;
     if (headings != 1) wrong.push(`${headings} titles`);
     return wrong;

@@ -361,6 +361,48 @@ def test_nobody_is_told_to_install_what_is_not_published() -> None:
     assert [str(path) for path in files if said.search(path.read_text())] == []
 
 
+def test_the_first_page_begins_with_a_command_the_version_and_a_speed() -> None:
+    first = PAGES["index.md"].read_text().partition("![")[0]
+    assert "pip install './hpcstrat[" in first
+    assert f"Version {hs.__version__}, " in first
+    (results,) = re.findall(r"`(benchmarks/.*)`", first)
+    tables = (ROOT / results).read_text()
+    figures = re.findall(r"(\d+) ms", first)
+    # The second of the columns is ResNet-18; the last of the tables is the newest.
+    assert list(map(float, figures)) == [
+        round(float(re.findall(rf"^[|] {row} [|][^|]+[|] ([\d.]+)", tables, re.M)[-1]))
+        for row in (
+            "a step without communication",
+            "hpcstrat, `replicate`",
+            "torch DDP on gloo",
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("word", "page"),
+    [
+        ("max", "user-guide/reductions.md"),
+        ("min", "user-guide/reductions.md"),
+        ("deadlock", "user-guide/errors.md"),
+        ("hang", "user-guide/errors.md"),
+        ("early stopping", "faq.md"),
+        ("dropout", "user-guide/training.md"),
+        ("torchrun", "user-guide/torch-jax.md"),
+        ("CUDA", "gpu.md"),
+    ],
+)
+def test_a_search_shows_the_page_of_a_word_first(word: str, page: str) -> None:
+    conf = _conf()
+    found = []
+    for name, path in PAGES.items():
+        source = [path.read_text()]
+        conf._make_index_entries(None, name, source)
+        for entries in re.findall(r"^```{index} (.+)\n```$", source[0], re.M):
+            found += [name for entry in entries.split(", ") if entry == f"! {word}"]
+    assert found == [page]
+
+
 def test_every_word_of_the_glossary_stands_there_once() -> None:
     text = PAGES["glossary.md"].read_text()
     terms = re.findall(r"^([a-zA-Z][^\n]*)\n: ", text, re.M)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import re
 import runpy
 import subprocess
 import sys
@@ -56,6 +58,37 @@ def test_a_name_that_is_no_version_is_refused(tmp_path: Path) -> None:
     done = subprocess.run(words, check=False, capture_output=True, text=True)
     assert done.returncode == 2
     assert "expected dev or a release such as 0.2.0, found v0.2.0" in done.stderr
+
+
+@pytest.mark.framework("torch")
+@pytest.mark.framework("keras")
+def test_the_reference_is_built_where_the_frameworks_are_installed(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("pydata_sphinx_theme", reason="needs the extra docs")
+    page = (DOCS / "api/integrations.md").read_text()
+    (tmp_path / "index.md").write_text("# The first page has no table of contents.\n")
+    (tmp_path / "page.md").write_text(f"{page}\n<!-- index: ! CUDA, ! max -->\n")
+    words = [sys.executable, "-m", "sphinx", "-q", "-b", "html", "-c", str(DOCS)]
+    done = subprocess.run(
+        [*words, str(tmp_path), str(tmp_path / "built")],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={key: os.environ[key] for key in os.environ if key != "KERAS_BACKEND"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "docstring of" not in done.stderr  # The frameworks' own are not for Sphinx.
+    built = (tmp_path / "built/page.html").read_text()
+    shown = set(re.findall(r'id="([^"]+)"', built))
+    assert "hpcstrat.integrations.torch.SyncBatchNorm.convert" in shown
+    assert "hpcstrat.integrations.keras.Checkpoint.on_epoch_end" in shown
+    inherited = {"torch.SyncBatchNorm.apply", "keras.Checkpoint.on_train_batch_end"}
+    assert shown.isdisjoint(f"hpcstrat.integrations.{name}" for name in inherited)
+    # In the table of contents, names have no class, and may break after a _.
+    assert ">on_\N{ZERO WIDTH SPACE}epoch_\N{ZERO WIDTH SPACE}end()<" in built
+    search = (tmp_path / "built/searchindex.js").read_text()
+    assert re.search(r'"max":\[\[\d+,"index-0",true\]\]', search)
 
 
 @pytest.mark.slow

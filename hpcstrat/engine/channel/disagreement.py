@@ -279,11 +279,11 @@ def _steps(announcements: Sequence[Announcement]) -> str:
     # Mention backward passes only if a rank has replicated a module.
     trains = any(backwards for _, _, backwards in groups)
     told = "; ".join(
-        f"{_ranks(group)}: {runs} of run, {nexts} of next()"
+        f"{_ranks(group)}: {runs} call{'s' * (runs != 1)} of run, {nexts} of next()"
         + f", {backwards} of backward()" * trains
         for (runs, nexts, backwards), group in groups.items()
     )
-    return f", not after equally many steps ({told})"
+    return f", after different numbers of steps ({told})"
 
 
 def _grouped(

@@ -433,7 +433,7 @@ def test_a_backward_that_fails_on_one_replica_is_not_mixed_with_the_next(
         assert errors[0] is None
         assert isinstance(errors[1], ZeroDivisionError) == (job.rank == faulty)
         assert isinstance(errors[-1], hs.CollectiveError)
-        told = f"rank {faulty}: 0 of run, 0 of next(), 3 of backward()"
+        told = f"rank {faulty}: 0 calls of run, 0 of next(), 3 of backward()"
         assert told in str(errors[-1])
 
 

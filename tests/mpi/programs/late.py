@@ -8,6 +8,7 @@ worker.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ _PAUSE_SECONDS = 0.05
 def main() -> None:
     """Make the late calls, and end in the given way."""
     end, folder = sys.argv[1], Path(sys.argv[2])
+    logging.getLogger("hpcstrat.arrivals").setLevel(logging.INFO)
     each = 1 if len(sys.argv) > 3 else None
     strategy = hs.MultiWorkerMirroredStrategy(replicas_per_worker=each)
     last = strategy.topology.num_replicas - 1

@@ -121,14 +121,16 @@ def test_ranks_that_left_are_named() -> None:
 
 def test_equal_calls_after_different_steps_are_explained() -> None:
     error = explain([Announcement(r, 0, "reduce", steps=(r, 0, 0)) for r in range(2)])
-    assert "(rank 0: 0 of run, 0 of next(); rank 1: 1 of run, 0" in str(error)
+    told = "rank 0: 0 calls of run, 0 of next(); rank 1: 1 call of run, 0 of next()"
+    assert f", after different numbers of steps ({told})" in str(error)
 
 
 def test_steps_are_told_wherever_they_differ() -> None:
     one, two = (Announcement(r, 0, f"call {r}", steps=(0, r, 0)) for r in range(2))
-    assert "0 of next(); rank 1: 0 of run, 1 of next()" in str(explain([one, two]))
+    told = "0 of next(); rank 1: 0 calls of run, 1 of next()"
+    assert told in str(explain([one, two]))
     left = Announcement(1, LEFT, "left", steps=(7, 0, 0))
-    assert "rank 1: 7 of run" in str(explain([one, left]))
+    assert "rank 1: 7 calls of run" in str(explain([one, left]))
 
 
 BUILTINS = [

@@ -274,7 +274,7 @@ def test_a_left_out_call_is_told_as_such(watched: Any, job: Any, several: None) 
         strategy.run(lambda: None)
     error = outcome(strategy.reduce, "sum", 1.0)
     assert not isinstance(error, hs.DivergenceError)
-    assert "(rank 0: 1 of run, 0 of next(); rank" in str(error)
+    assert "(rank 0: 1 call of run, 0 of next(); rank" in str(error)
     if job.rank:
         strategy.run(lambda: None)
     # Calls and copies differ: the error of the call is raised first, the error of the
