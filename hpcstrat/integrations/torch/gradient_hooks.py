@@ -31,6 +31,7 @@ from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.reduction.buckets import Bucket, Buckets, plan_buckets
 from hpcstrat.engine.tree import flatten
 from hpcstrat.engine.typing import Array
+from hpcstrat.integrations.torch.host_tensors import HostTensors
 from hpcstrat.integrations.torch.module_buffers import ModuleBuffers
 from hpcstrat.integrations.torch.module_layout import (
     ModuleLayout,
@@ -107,7 +108,8 @@ class Replicated:
         self._sums: dict[int, Array] = {}
         # The callback at the end of the running backward; autograd then deletes it.
         self._end: weakref.ref[Any] | None = None
-        self._handles = [module.register_forward_hook(_OutputHook(self))]
+        hook = _OutputHook(self)
+        self._handles = [module.register_forward_hook(hook, with_kwargs=True)]
         for index, parameter in enumerate(self._parameters):
             self._hook(index, parameter)
         _every.add(self)
@@ -143,10 +145,11 @@ class Replicated:
         """Pickle as None, so that a saved parameter does not include this object."""
         return type(None), ()
 
-    def watch(self, module: torch.nn.Module, output: Any) -> None:
+    def watch(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         """Register hooks on the output of a forward, to detect the start of a backward.
 
-        The output's hooks run in the outermost backward, before any reentrant
+        Also compares the inputs of the first forwards between ranks. The output's hooks
+        run in the outermost backward, before any reentrant
         checkpoint begins an inner backward. Raises ValueError if the module has new
         parameters whose gradients would not be combined.
         """
@@ -158,6 +161,9 @@ class Replicated:
         if not own_index() and not self._layout.is_current():
             # A collective call, so that an error is raised on the other replicas, too.
             self.strategy.collectives.call(_WHAT, self._require_known, module)
+        seen = self.strategy.module_inputs
+        if seen is not None and not seen.done and module.training:
+            seen.see(flatten(inputs)[0], _input_array)
         for leaf in flatten(output)[0]:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._await_end)
@@ -478,6 +484,18 @@ def _is_combined_by_another(
     return True
 
 
+def _input_array(leaf: Any) -> Array | None:
+    """Return a tensor's values in host memory; None if they cannot be read now."""
+    if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided:
+        return None
+    if torch.jit.is_tracing() or leaf.device.type not in ("cpu", "cuda"):
+        return None
+    # A copy to the host would end the recording of a CUDA graph with an error.
+    if leaf.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    return HostTensors().read(leaf)
+
+
 _every: weakref.WeakSet[Replicated] = weakref.WeakSet()
 
 
@@ -488,9 +506,9 @@ class _OutputHook:
         self._replicated = replicated
         self._said = False
 
-    def __call__(self, module: Any, _inputs: Any, output: Any) -> None:
+    def __call__(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         if self._replicated is not None:
-            self._replicated.watch(module, output)
+            self._replicated.watch(module, (args, kwargs), output)
         elif not self._said and module.training and torch.is_grad_enabled():
             self._said = True
             get_logger("integrations.torch").warning(
