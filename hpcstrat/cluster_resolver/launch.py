@@ -54,20 +54,13 @@ class Launch:
 
 
 class ForeignLaunch(NamedTuple):
-    """Processes that a launcher of another library says to have started.
+    """Processes that a launcher of another library says to have started."""
 
-    Parameters
-    ----------
-    size : int
-        Number of these processes.
-    told : str
-        Where the number is, such as ``torchrun says (WORLD_SIZE=4)``.
-    variables : str
-        Names of the variables that say so.
-    """
-
+    # Number of these processes.
     size: int
+    # Source of the number, such as ``torchrun says (WORLD_SIZE=4)``.
     told: str
+    # Names of the variables with the number.
     variables: str
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from hpcstrat.cluster_resolver import launch_from_environment
+from hpcstrat.data.array_comparison import compare_arrays
 from hpcstrat.data.batched import Batched
 from hpcstrat.data.batches import piece, warn_of_idle
 from hpcstrat.data.dataset import Dataset
@@ -297,6 +298,9 @@ def distribute_dataset(
             )
         if uneven or not isinstance(stage, Batched):
             return _deal(strategy, dataset, options)
+        # With own_rows, a rank may have filled only its own part of the arrays.
+        if options.compare_every and not options.own_rows:
+            compare_arrays(strategy, dataset.describe(), stage.arrays())
         return DistributedDataset(strategy, dataset, options)
     bare = isinstance(dataset, (tuple, dict)) or hasattr(dataset, "__dlpack__")
     if bare or hasattr(dataset, "file"):

@@ -10,7 +10,7 @@ from xxhash import xxh3_64_intdigest
 from hpcstrat.engine.typing import Replicas
 from hpcstrat.errors import CollectiveError
 
-__all__ = ["digest_of", "names_of", "require_same_files"]
+__all__ = ["digest_of", "in_list", "names_of", "require_same_files"]
 
 
 def names_of(paths: Sequence[str]) -> list[str]:
@@ -51,7 +51,8 @@ def require_same_files(strategy: Replicas, files: Sequence[str]) -> None:
     )
     told = " and ".join(
         f"{found[index] if index < len(found) else 'no file'} (of {len(found)} files) "
-        f"on rank{'s' if marks.count(mark) > 1 else ''} {_ranks(marks, mark)}"
+        f"on rank{'s' if marks.count(mark) > 1 else ''} "
+        f"{in_list([rank for rank, each in enumerate(marks) if each == mark])}"
         for found, mark in ((one, first), (two, other))
     )
     raise CollectiveError(
@@ -63,6 +64,7 @@ def require_same_files(strategy: Replicas, files: Sequence[str]) -> None:
     )
 
 
-def _ranks(marks: Sequence[object], mark: object, most: int = 8) -> str:
-    ranks = [str(rank) for rank, found in enumerate(marks) if found == mark]
-    return ", ".join(ranks[:most] + ["..."] * (len(ranks) > most))
+def in_list(ranks: Sequence[int], most: int = 8) -> str:
+    """Return some ranks as text, such as ``0, 3, 4``."""
+    texts = [str(rank) for rank in ranks]
+    return ", ".join(texts[:most] + ["..."] * (len(texts) > most))

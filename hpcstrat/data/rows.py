@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.data.array_comparison import arrays_among
 from hpcstrat.data.elements import (
     ArraySpec,
     CallIterator,
@@ -28,7 +29,7 @@ from hpcstrat.data.file_lists import digest_of, names_of
 from hpcstrat.data.order import Order, Permutation, generator_of
 from hpcstrat.data.sources import Columns
 from hpcstrat.engine.arrays.kinds import is_device
-from hpcstrat.engine.tree import tree_map
+from hpcstrat.engine.tree import flatten, tree_map
 from hpcstrat.engine.typing import Array, Tree
 
 __all__ = [
@@ -110,6 +111,10 @@ class Stage:
         """Describe the files of the elements, in order; equal on all ranks."""
         own = names_of(self.paths)
         return own + [file for each in self.parents for file in each.files()]
+
+    def arrays(self) -> list[Array]:
+        """Return the arrays in memory from which elements are read."""
+        return [array for each in self.parents for array in each.arrays()]
 
     def is_on_gpu(self) -> bool:
         """Return whether elements are read on a GPU, in the program's stream."""
@@ -220,6 +225,9 @@ class SourceRows(Rows):
         found = self.columns.elements(places)
         return super().elements(places, epoch) if found is None else found
 
+    def arrays(self) -> list[Array]:
+        return arrays_among(self.columns.columns)
+
     def is_on_gpu(self) -> bool:
         return any(map(is_device, self.columns.columns))
 
@@ -243,6 +251,9 @@ class OneRow(Rows):
         self._element = element
         self.cardinality = 1
         self.words = f"one element of {spec_of(element)}"
+
+    def arrays(self) -> list[Array]:
+        return arrays_among(flatten(self._element)[0])
 
     def read(self, places: Places, epoch: int) -> Tree:
         count = count_of(places)

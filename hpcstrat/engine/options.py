@@ -332,7 +332,8 @@ class InputOptions:
     compare_every : int
         The workers compare every ``compare_every``-th batch of an iterable, beginning
         with the first; 0 compares none. The hash of the batch is part of messages that
-        the workers send in each step anyway.
+        the workers send in each step anyway. With 0, the arrays of a `Dataset` are not
+        compared between ranks, either.
 
     Raises
     ------

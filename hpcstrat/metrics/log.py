@@ -278,7 +278,7 @@ class Log:
         context = self._context()
         if context is None:
             return bool(self._strategy.replica_id == replica)
-        return bool(context.replica_id_in_sync_group == replica)
+        return bool(context.strategy.replica_id == replica)
 
     def _writes(self) -> bool:
         """Return whether this replica writes the log."""

@@ -19,7 +19,7 @@ from hpcstrat.safety.presence import own_registry
 __all__ = ["prepare", "tell"]
 
 
-class _State:
+class _Printer:
     """The module that prints the line, and the process that has prepared it."""
 
     module: ModuleType | None = None
@@ -31,21 +31,21 @@ def prepare() -> None:
 
     Not collective, but each rank calls this.
     """
-    if _State.process == os.getpid():
+    if _Printer.process == os.getpid():
         return
-    _State.process = os.getpid()
-    _State.module = load_last_line()
-    if _State.module is None:
+    _Printer.process = os.getpid()
+    _Printer.module = load_last_line()
+    if _Printer.module is None:
         return
     registry = own_registry()
     shared = None if registry is None else registry.shared_memory()
-    _State.module.prepare(mmap.mmap(-1, mmap.PAGESIZE) if shared is None else shared)
-    uncaught.at_end(_State.module.print_line)
+    _Printer.module.prepare(mmap.mmap(-1, mmap.PAGESIZE) if shared is None else shared)
+    uncaught.at_end(_Printer.module.print_line)
 
 
 def tell(path: str) -> None:
     """Set the newest checkpoint of the job; call this on replica 0, in any thread."""
-    if _State.module is not None and _State.process == os.getpid():
+    if _Printer.module is not None and _Printer.process == os.getpid():
         folder, name = os.path.split(path)
         text = f"hpcstrat: the newest checkpoint is {name} in {folder}\n"
-        _State.module.set_line(text.encode(errors="replace"))
+        _Printer.module.set_line(text.encode(errors="replace"))

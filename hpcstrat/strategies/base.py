@@ -14,6 +14,7 @@ import numpy as np
 
 from hpcstrat.data import DealtDataset, distribute_dataset, distribute_from_function
 from hpcstrat.data.batches import piece
+from hpcstrat.engine.arrays.kinds import as_array
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.entries import collective, refuse_inner
 from hpcstrat.engine.context import current, own_index, pop, push, second_strategy
@@ -34,10 +35,11 @@ from hpcstrat.engine.options import (
 from hpcstrat.engine.reduction.replica_collectives import Collectives
 from hpcstrat.engine.scope_watchers import watch_loaded_libraries
 from hpcstrat.engine.settings import Settings
-from hpcstrat.engine.tree import is_leaf, tree_map
+from hpcstrat.engine.tree import flatten, is_leaf, tree_map
 from hpcstrat.engine.typing import Tree
 from hpcstrat.engine.values import DistributedValues, PerReplica, part_of
 from hpcstrat.randomness import RandomStreams
+from hpcstrat.safety.divergence.equal_inputs import EqualInputs
 from hpcstrat.safety.divergence.equality import check_equal
 from hpcstrat.safety.divergence.step_digests import StepDigests
 from hpcstrat.strategies import value_reduction
@@ -131,6 +133,10 @@ class Strategy(OlderMethods):
         self.digests: StepDigests | None = None
         # Functions to call at the end of the current `run`, with True if it failed.
         self.run_ends: list[Callable[[bool], None]] = []
+        # Compare the inputs of the first steps between ranks. None without MPI;
+        # ``run_inputs`` also becomes None when the comparison has ended.
+        self.run_inputs: EqualInputs | None = None
+        self.module_inputs: EqualInputs | None = None
         # The division of the replicas into groups; None if there is one sync group.
         self.split: Split | None = None
         self._settings: Settings | None = None
@@ -320,8 +326,6 @@ class Strategy(OlderMethods):
         entry = current()
         if entry is not None:
             self._require_cross("run")
-        if self.digests is not None:
-            self.digests.record()
         channel = self.collectives.channel
         # The call is counted before anything can fail, so that the step counts in the
         # headers differ only if a rank did not call `run`.
@@ -331,6 +335,8 @@ class Strategy(OlderMethods):
             if channel.state.thread or channel.pending:
                 refuse_inner("run")
             channel.position.enter_run()
+        if self.digests is not None or self.run_inputs is not None:
+            self._begin_run(args, kwargs)
         if active.recorder is not None:
             number = None if channel is None else {"run": channel.position.run_index}
             fn = active.recorder.around(fn, "run", "step", number)
@@ -348,6 +354,35 @@ class Strategy(OlderMethods):
         if self.run_ends:
             self._end_run(failed=False)
         return result
+
+    def _begin_run(self, args: Any, kwargs: Any) -> None:
+        """Record this step's digest, and compare its inputs, if that is requested."""
+        if self.digests is not None:
+            self.digests.record()
+        inputs = self.run_inputs
+        if inputs is None:
+            return
+        leaves = flatten((args, kwargs))[0]
+        if any(isinstance(leaf, PerReplica) for leaf in leaves):
+            # The rows of this step have been dealt; plain arrays may be configuration.
+            leaves = []
+        inputs.see(leaves, _plain_array)
+        if inputs.done:
+            self.run_inputs = None
+        else:
+            # If the function makes a collective call, all ranks have entered this step
+            # when it ends.
+            self.run_ends.append(lambda failed: inputs.look())
+
+    def chooses_rows(self) -> None:
+        """Note that the program chooses a replica's rows by itself.
+
+        All ranks may then pass the same arrays to `run`. Not collective. For the
+        library's own modules.
+        """
+        if self.run_inputs is not None:
+            self.run_inputs.stop()
+            self.run_inputs = None
 
     def _end_run(self, failed: bool) -> None:
         # Empty the list first: if a function raises, the next run must not call it.
@@ -428,6 +463,7 @@ class Strategy(OlderMethods):
                 f"expected a number of rows that is at least 0, found {count}; pass "
                 "len(array)"
             )
+        self.chooses_rows()
         block, index = self.local_replicas, own_index()
         if index is not None:
             block = block[index : index + 1]
@@ -919,6 +955,18 @@ class Strategy(OlderMethods):
 
 
 _ALONE = nullcontext()
+
+
+def _plain_array(leaf: Any) -> Any:
+    """Return an argument of `run` as an array; None if it is none of this rank alone.
+
+    Variables are equal on all ranks, as are parameters that require gradients.
+    """
+    is_array = isinstance(leaf, np.ndarray) or hasattr(leaf, "__dlpack__")
+    is_shared = isinstance(leaf, (Variable, DistributedValues))
+    if not is_array or is_shared or getattr(leaf, "requires_grad", False):
+        return None
+    return as_array(leaf)
 
 
 def _only(leaf: Any) -> Any:

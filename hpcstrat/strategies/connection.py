@@ -20,6 +20,7 @@ from hpcstrat.engine.topology.topology import Topology, start_mpi
 from hpcstrat.errors import RankLostError, TopologyError
 from hpcstrat.safety import exits, lateness
 from hpcstrat.safety.divergence.copies import MirroredCopies
+from hpcstrat.safety.divergence.equal_inputs import EqualInputs
 from hpcstrat.safety.start.creation import Creation
 from hpcstrat.safety.watchdog import watchdog
 from hpcstrat.strategies.devices import Devices, prepare_mpi
@@ -125,6 +126,10 @@ def _is_intracomm(comm: Any) -> bool:
     return bool(comm) and hasattr(comm, "Iallgather") and not comm.Is_inter()
 
 
+_OF_RUN = "the arrays in the arguments of run"
+_OF_MODULE = "the inputs of a replicated PyTorch module"
+
+
 class Connection:
     """A topology with its channel, and the number of strategies that use them.
 
@@ -155,6 +160,8 @@ class Connection:
                 exits.unregister(self.channel)
                 self.channel.close()
             raise
+        self.run_inputs = EqualInputs(topology, 0, _OF_RUN, must_change=True)
+        self.module_inputs = EqualInputs(topology, 1, _OF_MODULE, must_change=False)
 
     def enter_device(self) -> None:
         """Make this rank's GPU the current CUDA device of the calling thread."""
@@ -194,6 +201,10 @@ class Connection:
         if self.users:
             return
         _connections.pop(key, None)
+        # A program with few steps has not yet compared its inputs.
+        for inputs in (self.run_inputs, self.module_inputs):
+            inputs.look()
+            inputs.stop()
         # `lateness.conclude` and `job_timeline.stop` need an open channel.
         if self.channel is not None:
             lateness.conclude(self.channel.arrivals)
@@ -210,6 +221,8 @@ class Connection:
         # The key may be None, or belong to a newer connection of the remaining ranks.
         if _connections.get(key) is self:
             del _connections[key]
+        for inputs in (self.run_inputs, self.module_inputs):
+            inputs.stop()
         job_timeline.stop(self.topology, together=False)
         if self.channel is not None and not self.channel.closed:
             lateness.forget(self.channel.arrivals)

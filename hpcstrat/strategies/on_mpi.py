@@ -112,6 +112,8 @@ class MpiStrategy(Strategy):
             logical_replicas=logical_replicas,
             on_error=request.on_error,
         )
+        self.run_inputs = connection.run_inputs
+        self.module_inputs = connection.module_inputs
         self._thread_limits: Any = None
         if self.logical:
             self._thread_limits = fix_threads(
@@ -189,6 +191,8 @@ class MpiStrategy(Strategy):
             self._connection.copies.add(variable)
         if self.digests is not None:
             self.digests.add(variable)
+        # Parameters are in variables, so plain arguments of `run` are not parameters.
+        self._connection.run_inputs.counts |= bool(variable.trainable)
 
     def _local_results(
         self, value: Any, parts: list[Any], distributed: bool

@@ -75,7 +75,7 @@ def test_files_with_the_name_of_a_module_are_its_tests() -> None:
 def test_modules_that_are_not_in_the_table_have_the_files_that_name_them() -> None:
     found = files_of("hpcstrat/engine/collectives/work.py", {})
     assert "tests/unit/engine/collectives/test_any_order.py" in found
-    assert files_of("hpcstrat/testing/in_step.py", {}) == [*JOBS["hpcstrat/testing/"]]
+    assert files_of("hpcstrat/testing/runner.py", {}) == [*JOBS["hpcstrat/testing/"]]
 
 
 def test_new_modules_have_the_tests_of_their_folder() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from hpcstrat.data.files.columns import Column, DecodedColumn, PaddedColumn
 from hpcstrat.engine.typing import Array
 
-__all__ = ["Variable", "is_netcdf", "variables_of"]
+__all__ = ["NetcdfVariable", "is_netcdf", "variables_of"]
 
 # Values that the NetCDF library returns for data that were never written, by type.
 _DEFAULT_FILLS = {
@@ -65,7 +65,7 @@ def variables_of(
     dimension: str | None,
     path: str,
     wanted: Sequence[str] | None,
-) -> dict[str, Variable]:
+) -> dict[str, NetcdfVariable]:
     """Return the variables along the rows' dimension that may be columns.
 
     These are variables of numbers, but not coordinates or bounds, unless ``wanted`` has
@@ -105,7 +105,7 @@ def variables_of(
     )
     beside = _beside(datasets)
     return {
-        name: Variable(datasets[name], name, path, length)
+        name: NetcdfVariable(datasets[name], name, path, length)
         for name in along
         if name in named
         or (name not in beside and _kind_of(datasets[name]) in _NUMBERS)
@@ -142,7 +142,7 @@ def _beside(datasets: dict[str, Any]) -> set[str]:
     return beside
 
 
-class Variable:
+class NetcdfVariable:
     """A variable of a NetCDF-4 file: its missing values, and its scaling."""
 
     def __init__(self, dataset: Any, name: str, path: str, length: int) -> None:

@@ -16,7 +16,7 @@ __all__ = ["OpenFiles", "OpenHdf5"]
 _MOST_OPEN = 128
 
 
-class _State(NamedTuple):
+class _Fingerprint(NamedTuple):
     """The attributes of a file or folder that differ after a change."""
 
     device: int
@@ -25,10 +25,10 @@ class _State(NamedTuple):
     modified_ns: int
 
     @classmethod
-    def of(cls, status: os.stat_result) -> _State:
+    def of(cls, status: os.stat_result) -> _Fingerprint:
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
-    def change_to(self, found: _State) -> str:
+    def change_to(self, found: _Fingerprint) -> str:
         """Return a change in words."""
         if found.size < self.size:
             return f"it was shortened from {self.size} to {found.size} bytes"
@@ -87,13 +87,13 @@ class OpenFiles:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = _MOST_OPEN if limit < 0 else min(_MOST_OPEN, limit // 4)
         self._open: OrderedDict[Any, Any] = OrderedDict()
-        self._seen: dict[str, _State] = {}
+        self._seen: dict[str, _Fingerprint] = {}
         self._lock = threading.Lock()
 
     def note(self, path: str) -> None:
         """Store a file's or folder's state, unless known, to detect later changes."""
         if path not in self._seen:
-            self._seen[path] = _State.of(os.stat(path))
+            self._seen[path] = _Fingerprint.of(os.stat(path))
 
     def size(self, path: str) -> int:
         """Return the number of bytes that a file had at its `note`."""
@@ -115,7 +115,7 @@ class OpenFiles:
                     found = open_file(path)
                 except FileNotFoundError as error:
                     raise _removed(path) from error
-                self._require(path, _State.of(os.fstat(found.number)))
+                self._require(path, _Fingerprint.of(os.fstat(found.number)))
                 self._open[path, open_file] = found
             self._open.move_to_end((path, open_file))
             while len(self._open) > self._most:
@@ -133,7 +133,7 @@ class OpenFiles:
                     status = os.stat(path)
                 except (FileNotFoundError, NotADirectoryError) as error:
                     raise _removed(path) from error
-                self._require(path, _State.of(status))
+                self._require(path, _Fingerprint.of(status))
         except (OSError, ValueError):
             with self._lock:
                 for opened in self._open.values():
@@ -141,7 +141,7 @@ class OpenFiles:
                 self._open.clear()
             raise
 
-    def _require(self, path: str, found: _State) -> None:
+    def _require(self, path: str, found: _Fingerprint) -> None:
         seen = self._seen[path]
         if found != seen:
             raise ValueError(

@@ -14,7 +14,7 @@ import numpy as np
 from hpcstrat.data.file_lists import digest_of, names_of
 from hpcstrat.data.files.columns import Column, SlabCache
 from hpcstrat.data.files.hdf5 import Hdf5Source, open_hdf5
-from hpcstrat.data.files.netcdf import Variable, is_netcdf, variables_of
+from hpcstrat.data.files.netcdf import NetcdfVariable, is_netcdf, variables_of
 from hpcstrat.data.files.open_files import OpenFiles
 from hpcstrat.data.files.others import (
     ZarrStore,
@@ -180,7 +180,7 @@ class FileRows(Rows):
 
     def _open_hdf5(self, file: Any, path: str, wanted: Sequence[str] | None) -> _File:
         found = dict(datasets_of(file))
-        variables: dict[str, Variable] = {}
+        variables: dict[str, NetcdfVariable] = {}
         if is_netcdf(file, path):
             variables = variables_of(found, self._dimension, path, wanted)
             found = {name: each.dataset for name, each in variables.items()}

@@ -98,7 +98,7 @@ def _blocks(message: Array, count: int, nbytes: int) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class _Waits:
+class _KernelWaits:
     """The waits of calls that the kernel has begun.
 
     It has no reference to the plan, because the kernel keeps its method `wait`.
@@ -183,7 +183,7 @@ class KernelSum(Plan):
         made = channel.kernel, codes, likes, result_likes, choice.piece_bytes
         how = self.divisor, scattered, self.call, self.call.digest
         self._sum = load().Sum(*made, *how, self._allocate if large else None)
-        self._waits = _Waits(channel, self.call, carried)
+        self._waits = _KernelWaits(channel, self.call, carried)
 
     def keep(self, repeat: Any, request: Any, timeout_seconds: float | None) -> None:
         """Let the kernel make later calls of this kind itself, see `Plan.keep`."""

@@ -31,8 +31,10 @@ from hpcstrat.engine.context import own_index
 from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.reduction.buckets import Bucket, Buckets, plan_buckets
+from hpcstrat.engine.tree import flatten
 from hpcstrat.engine.typing import Array
 from hpcstrat.integrations.torch.forward_counts import ForwardCounts, tensors_of
+from hpcstrat.integrations.torch.host_tensors import HostTensors
 from hpcstrat.integrations.torch.module_buffers import ModuleBuffers
 from hpcstrat.integrations.torch.module_layout import (
     ModuleLayout,
@@ -112,7 +114,7 @@ class Replicated:
         self._end: weakref.ref[Any] | None = None
         self._handles: list[Any] = [
             module.register_forward_pre_hook(_InputHook(self), prepend=True),
-            module.register_forward_hook(_OutputHook(self)),
+            module.register_forward_hook(_OutputHook(self), with_kwargs=True),
         ]
         for index, parameter in enumerate(self._parameters):
             self._hook(index, parameter)
@@ -166,10 +168,11 @@ class Replicated:
         if self._counts_forwards():
             self._forwards.begin(module.training, self._position())
 
-    def watch(self, module: torch.nn.Module, output: Any) -> None:
+    def watch(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         """Register hooks on the output of a forward, to detect the start of a backward.
 
-        The output's hooks run in the outermost backward, before any reentrant
+        Also compares the inputs of the first forwards between ranks. The output's hooks
+        run in the outermost backward, before any reentrant
         checkpoint begins an inner backward. Raises ValueError if the module has new
         parameters whose gradients would not be combined.
         """
@@ -181,6 +184,9 @@ class Replicated:
         if not own_index() and not self._layout.is_current():
             # A collective call, so that an error is raised on the other replicas, too.
             self.strategy.collectives.call(_WHAT, self._require_known, module)
+        compared = self.strategy.module_inputs
+        if compared is not None and not compared.done and module.training:
+            compared.see(flatten(inputs)[0], _input_array)
         seen = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         use = None
         if self._counts_forwards():
@@ -542,6 +548,18 @@ def _is_combined_by_another(
     return True
 
 
+def _input_array(leaf: Any) -> Array | None:
+    """Return a tensor's values in host memory; None if they cannot be read now."""
+    if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided:
+        return None
+    if torch.jit.is_tracing() or leaf.device.type not in ("cpu", "cuda"):
+        return None
+    # A copy to the host would end the recording of a CUDA graph with an error.
+    if leaf.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    return HostTensors().read(leaf)
+
+
 _every: weakref.WeakSet[Replicated] = weakref.WeakSet()
 
 
@@ -577,9 +595,9 @@ class _OutputHook(_Hook):
 
     _said = False
 
-    def __call__(self, module: Any, _inputs: Any, output: Any) -> None:
+    def __call__(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         if self._replicated is not None:
-            self._replicated.watch(module, output)
+            self._replicated.watch(module, (args, kwargs), output)
         elif not self._said and module.training and torch.is_grad_enabled():
             self._said = True
             get_logger("integrations.torch").warning(
