@@ -105,7 +105,8 @@ class LocalReplicas:
         """
         if not self._logical:
             return self.call
-        return functools.partial(contextvars.copy_context().run, self.call)
+        run: Any = contextvars.copy_context().run
+        return functools.partial(run, self.call)
 
     @staticmethod
     def call(

@@ -29,8 +29,10 @@ def test_sums_are_in_the_order_of_ranks_and_then_of_workers(
     wire, calls = strategy.collectives.channel.wire, list[Any]()
     # In a worker of one replica the kernel adds the values.
     monkeypatch.setattr(wire, "values", None)
-    monkeypatch.setattr(strategy.collectives, "_plans", {})
-    monkeypatch.setattr(strategy.collectives, "repeat", repeat_nothing)
+    reductions = strategy.collectives.reductions_by(strategy.collectives.ops)
+    monkeypatch.setattr(reductions, "_plans", {})
+    for caller in (reductions, strategy.collectives):
+        monkeypatch.setattr(caller, "repeat", repeat_nothing)
     real = HeaderSum.steps
 
     def noting(self: Any, *args: Any, **named: Any) -> Any:
