@@ -116,10 +116,20 @@ class CheckpointManager:
     options : CheckpointOptions, optional
         Which checkpoints to keep, and how to write them. Another object with this name
         is saved, like the other objects.
-    max_to_keep, keep_every, keep_best, keep_for, max_write_bandwidth, independent
-        The same options without a `CheckpointOptions`, as in older programs. Options
-        that will be added later are only in `CheckpointOptions`, so that they take no
-        name from the program's objects.
+    max_to_keep : int or None
+        This and the next five parameters are the options of the same names, without a
+        `CheckpointOptions`, as in older programs. Options that will be added later are
+        only in `CheckpointOptions`, so that they take no name from the objects.
+    keep_every : int or timedelta, optional
+        See `CheckpointOptions`.
+    keep_best : KeepBest, optional
+        See `CheckpointOptions`.
+    keep_for : float or timedelta, optional
+        See `CheckpointOptions`.
+    max_write_bandwidth : float, optional
+        See `CheckpointOptions`.
+    independent : bool
+        See `CheckpointOptions`.
     **objects : Variable, nested dict or list of Variables, optimizer, or data set
         Objects to save, by their names in the file.
 

@@ -115,8 +115,7 @@ def public_definitions() -> dict[tuple[str, str], str]:
 
 def _has_parameters(name: str) -> bool:
     """Return whether a name's own docstring documents its parameters."""
-    module, _, attribute = name.rpartition(".")
-    value = getattr(sys.modules.get(module), attribute, None)
+    value = _resolve(name)
     return not inspect.isclass(value) or (
         "__init__" in vars(value)
         and name != _OTHERWISE
