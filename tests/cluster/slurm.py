@@ -213,7 +213,11 @@ class Job:
         """Return the pending signals of stopped ranks."""
         found = set()
         for pid in self.ranks():
-            text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+            try:
+                text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+            except FileNotFoundError:
+                # The rank has ended meanwhile.
+                continue
             for mask in re.findall(r"^ShdPnd:\s*(\w+)$", text, re.MULTILINE):
                 found |= {bit + 1 for bit in range(64) if int(mask, 16) >> bit & 1}
         return found

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 from xxhash import xxh3_64_hexdigest
 
-from hpcstrat._launchers import RUN_NAMES
+from hpcstrat._launchers import RUN_NAMES, SCHEDULERS
 from hpcstrat.checkpoint.disk import flush_folder
 from hpcstrat.cluster_resolver import batch_job_from_environment
 from hpcstrat.cluster_resolver.launch import run_name
@@ -188,10 +188,21 @@ def _batch_job() -> str:
     return "" if job is None else job.job_id
 
 
+def _restarts() -> str:
+    """Return how often the scheduler has requeued the job; "" if it does not say."""
+    names = [one.restarts for one in SCHEDULERS.values()]
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
+
+
+def _place() -> tuple[str, str]:
+    return platform.node(), _restarts()
+
+
 def _write(handle: int) -> None:
     record = {
         "job": _job(),
         "batch_job": _batch_job(),
+        "restarts": _restarts(),
         "host": platform.node(),
         "pid": os.getpid(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -211,14 +222,14 @@ def _record(handle: int) -> dict[str, Any]:
 
 
 def _is_ours(record: dict[str, Any]) -> bool:
-    """Return whether a lock's record names this job, or its run on a lost host.
+    """Return whether a lock's record names this job, or an earlier run of it.
 
-    That run's lock may still exist: NFS servers keep locks of crashed hosts for a time.
-    On this host, the kernel has released the locks of all processes that have ended.
+    The lock of a run on a lost host may still exist, because NFS servers keep locks of
+    crashed hosts for a time. After a requeue, ranks of the earlier run may still end.
     """
     job = _batch_job()
-    elsewhere = record.get("host") != platform.node()
-    again = bool(job) and job == record.get("batch_job") and elsewhere
+    earlier = (record.get("host"), record.get("restarts")) != _place()
+    again = bool(job) and job == record.get("batch_job") and earlier
     return again or record.get("job") == _job()
 
 

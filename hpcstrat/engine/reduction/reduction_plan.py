@@ -154,15 +154,23 @@ def _in_header(
     """
     assert channel.wire is not None
     values, codes = channel.wire.values, kernel_codes(request, channel)
-    # Messages have narrow integers as int32, but the kernel adds them as they are.
-    means = bool(request.divisor)
-    kinds = [wire_dtype(dtype, means) for dtype, _ in request.signatures]
-    widened = any(narrows and wire.kind == "i" for wire, narrows in kinds)
-    if values is None or codes is None or widened:
+    if values is None or codes is None or not _laid_out_alike(request, codes):
         return HeaderSum(request, choice, channel, piece)
     carried = SentValues(values, channel.wire, header_bytes(piece))
     choice = replace(choice, piece_bytes=values.place_bytes)
     return KernelSum(request, choice, channel, codes, carried)
+
+
+def _laid_out_alike(request: Request, codes: bytes) -> bool:
+    """Return whether the kernel lays out values as messages of other workers have them.
+
+    The kernel adds narrow integers as they are, where messages have int32, and puts
+    integers of one size together, with and without sign.
+    """
+    dtypes = [dtype for dtype, _ in request.signatures]
+    kinds = [wire_dtype(dtype, bool(request.divisor)) for dtype in dtypes]
+    widened = any(narrows and wire.kind == "i" for wire, narrows in kinds)
+    return not widened and len(set(codes)) == len(set(dtypes))
 
 
 def _in_mapped_memory(areas: Any, usual: Any) -> Any:

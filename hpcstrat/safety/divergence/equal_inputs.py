@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from hpcstrat.engine.arrays.kinds import is_device
 from hpcstrat.engine.arrays.samples import digest_of_rows, has_plain_bytes
 from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.observe.arrival_report import ROW_BYTES
@@ -107,8 +108,8 @@ class EqualInputs:
                 if isinstance(leaf, _SCALARS):
                     mark = xxh3_64_intdigest(repr(leaf).encode(errors="replace"), mark)
                 continue
-            if not has_plain_bytes(array):
-                # The values may differ, but cannot be hashed.
+            if is_device(array) or not has_plain_bytes(array):
+                # The values cannot be hashed, or only after a wait for the GPU.
                 self.stop()
                 return
             # Arrays without a first dimension get one.

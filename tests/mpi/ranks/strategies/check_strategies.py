@@ -31,7 +31,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "float32[3]": _reduce("sum", np.ones(3, np.float32)),
     "float64[]": _reduce("sum", np.float64(1)),
     "axis=0": lambda strategy: strategy.reduce("sum", np.ones(3), axis=0),
-    "int32[], int32[]": _reduce("sum", [1, 2]),
+    "int64[], int64[]": _reduce("sum", [1, 2]),
     "gather(axis=0)": lambda strategy: strategy.gather(np.ones(3), axis=0),
     "broadcast_object(root=0)": lambda strategy: strategy.broadcast_object(1),
     "barrier": lambda strategy: strategy.barrier(),

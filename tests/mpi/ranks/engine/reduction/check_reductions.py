@@ -208,7 +208,7 @@ REFUSED = {
     "datetime": np.array(["2020-01-01"], "datetime64[D]"),
     "timedelta": np.array([1], "timedelta64[s]"),
     "record": np.zeros(2, [("x", "i4"), ("y", "f8")]),
-    "int past int32": 1 << 40,
+    "int past int64": 1 << 70,
     "ragged": np.array([[1], [2, 3]], dtype=object),
 }
 if ml_dtypes is not None:
