@@ -786,7 +786,9 @@ def test_gradients_of_a_closure_are_combined(name: str) -> None:
             loss.backward()
             return loss
 
-        losses = [float(optimizer.step(closure)) for _ in range(3)]
+        losses = [
+            float(torch.as_tensor(optimizer.step(closure)).detach()) for _ in range(3)
+        ]
         found.append([torch.tensor(losses).double(), *layer.parameters()])
     for distributed, alone in zip(*found, strict=True):
         torch.testing.assert_close(distributed, alone, rtol=1e-9, atol=1e-9)
