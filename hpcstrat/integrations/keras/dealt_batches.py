@@ -72,10 +72,11 @@ class DealtBatches(DataAdapter):
     def _iteration(self) -> Iterator[Any]:
         """Begin an iteration; every rank gets the order that replica 0 draws."""
         if self._source is not None:
-            self._source.order = None
-            if self.shuffle and self.num_batches is not None:
+            count = self.num_batches
+            self._source.order = None if count is None else list(range(count))
+            if self.shuffle and count is not None:
                 # Keras draws from the same generator, and so do all ranks here.
-                order = list(range(self.num_batches))
+                order = list(range(count))
                 random.shuffle(order)
                 collectives = self._strategy.collectives
                 self._source.order = collectives.broadcast_object(
@@ -182,7 +183,7 @@ def _refuse_logical(strategy: Strategy) -> None:
 class _NumpyBatches:
     """Batches of another library, converted to arrays of NumPy.
 
-    ``order`` are the numbers of the batches of a ``PyDataset``, if they are shuffled.
+    ``order`` are the numbers of the batches of a ``PyDataset`` that has an end.
     """
 
     def __init__(self, batches: Any) -> None:

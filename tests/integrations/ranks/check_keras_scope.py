@@ -287,7 +287,8 @@ def test_batches_of_the_program_are_global_in_a_scope(strategy: Any) -> None:
     """As in tf.distribute, equal data on all ranks are trained on only once."""
     weights = _alone(strategy, _one_process)[0]
     steps = len(list(_global()))
-    for make, options in ((_Sequence, {}), (_endless, {"steps_per_epoch": steps})):
+    endless = {"steps_per_epoch": steps}
+    for make, options in ((_Sequence, {"shuffle": False}), (_endless, endless)):
         with strategy.scope():
             model = _compile(_layers(1, True))
         model.fit(make(), epochs=2, verbose=0, **options)
