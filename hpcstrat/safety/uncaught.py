@@ -66,8 +66,10 @@ def at_abort(function: Callable[[], None]) -> None:
 def at_end(function: Callable[[], None]) -> None:
     """Register a function that prints a last line when an error ends this process.
 
-    The function must neither raise nor wait.
+    Also installs the hook, which a job of one rank has not installed yet. The function
+    must neither raise nor wait.
     """
+    install()
     _last.append(function)
 
 

@@ -57,7 +57,12 @@ TESTED: dict[str, list[tuple[str, str]]] = {
     "`broadcast`, `all_gather`": [(GROUP, "what_is_moved_keeps_its_bits")],
     "`all_to_all`": [(GROUP, "rows_go_to_all"), (GROUP, "what_is_moved")],
     "`send`": [(GROUP, "messages_and_objects"), ("test_process_group", "another_size")],
+    "a step that fails or is skipped": [
+        (GRADIENTS, "backward_that_fails_on_one_replica"),
+        ("check_torch_skipped_steps", "goes_on_after_a_skipped_step"),
+    ],
     "`barrier`": [(GROUP, "messages_and_objects"), (GROUP, "sub_groups")],
+    "`torch.distributed.pipelining`": [(GROUP, "pipelines_train_as_one_process")],
     "`all_reduce` of sparse": [(GROUP, "sparse_tensors_are_added")],
     "bfloat16, float16": [(GROUP, "all_reduce_is_the_sum")],
     "DDP: static graph": [

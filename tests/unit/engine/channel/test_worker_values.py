@@ -29,7 +29,7 @@ class _Exchange:
         self.error: BaseException | None = None
         kernel = self.values.kernel
         kernel.attention, kernel.run_fingerprint = False, RUN
-        fixed = native.type_codes([own.dtype], means=False), [own], [own.copy()]
+        fixed = native.type_codes([own.dtype], "SUM"), [own], [own.copy()]
         rest = self.values.place_bytes, 0, False, "call", DIGEST, None
         self.sum = native.load().Sum(kernel, *fixed, *rest)
         self.repeat, nbytes = kernel.repeater(), carried_bytes(own.nbytes)
