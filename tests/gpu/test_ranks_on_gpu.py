@@ -9,6 +9,8 @@ full -k nccl``.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -160,6 +162,25 @@ def test_device_tests_pass(
     # Layouts matter little on one GPU; the tests of transports have their own layouts.
     layout = NEAR[1:] if file != "check_binding" else ()
     _pass(rank_files, request, "--short", *layout)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_frameworks_compute_on_gpus(n: int, library: str) -> None:
+    module = pytest.importorskip(library)
+    if not (module.cuda.is_available() if library == "torch" else _jax_has_gpu()):
+        pytest.skip(f"{library} was built without CUDA")
+    files = [str(HERE / f"check_{library}_on_gpu.py")]
+    env = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    assert num_passed(n, files, env, *NEAR[1:]) >= 5
+
+
+def _jax_has_gpu() -> bool:
+    """Return whether JAX computes on a GPU, asked in a process of its own."""
+    words = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
+    said = subprocess.run(words, capture_output=True, text=True, check=False).stdout
+    return said.strip() == "gpu"
 
 
 @pytest.mark.full
