@@ -149,11 +149,13 @@ def _interrupts(frame: FrameType | None) -> bool:
 
 def _is_unasked(frame: FrameType) -> bool:
     """Return whether Python itself has called a function: a handler or a finalizer."""
-    code, given = frame.f_code, inspect.getargvalues(frame)
+    code, values = frame.f_code, frame.f_locals
     if code.co_name == "__del__" or code.co_filename == weakref.__file__:
         return True
-    arguments = [given.locals.get(name) for name in given.args]
-    arguments += given.locals.get(given.varargs, ()) if given.varargs else ()
+    count = code.co_argcount + code.co_kwonlyargcount
+    arguments = [values.get(name) for name in code.co_varnames[:count]]
+    if code.co_flags & inspect.CO_VARARGS:
+        arguments += values.get(code.co_varnames[count], ())
     # Signal handlers and trace functions get the frame that they interrupt, and the
     # callbacks of weak references get the dead reference.
     if any(
