@@ -163,6 +163,10 @@ def _is_unasked(frame: FrameType) -> bool:
         for one in arguments
     ):
         return True
+    # A handler may have overwritten the frame, but not the number of the signal; the
+    # collector's callbacks get a text. Other functions need not be looked for.
+    if not any(isinstance(one, int | str) for one in arguments):
+        return False
     # `signal.getsignal` would convert all results to enumerations, in 0.1 ms or more.
     handlers = {_signal.getsignal(number) for number in range(1, signal.NSIG)}
     functions = [*filter(callable, handlers), *gc.callbacks]
