@@ -20,7 +20,7 @@ from hpcstrat.engine.typing import Array, Replicas
 
 __all__ = ["arrays_among", "compare_arrays"]
 
-# Of a larger array, a sample is compared: few rows, because each may be a page of a
+# A sample of a larger array is compared: few rows, because each may be a page of a
 # file that is mapped into memory.
 _MOST_BYTES = 1 << 20
 _MOST_ROWS = 64

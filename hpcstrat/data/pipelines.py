@@ -133,7 +133,7 @@ class Pipeline:
         self._steps = steps
         self._place = place
         self._every = every
-        # Where the iteration begins; a copy, because the position will advance.
+        # The start of the iteration; a copy, because the position will advance.
         self._begin = dataclasses.replace(position)
         self._running: Iterator[Any] | None = None
         # This worker's step, kept until all other workers have made theirs.

@@ -63,11 +63,11 @@ class UpdateRule(ABC):
     elementwise: bool = False
 
     _two_stages: bool = False
-    """Whether `update` is an elementwise ``_first_stage``, which overwrites the
+    """True if `update` is an elementwise ``_first_stage``, which overwrites the
     gradient, followed by a ``_second_stage``, which needs whole variables."""
 
     _by_rows: bool = False
-    """Whether a gradient of zero changes neither an element nor its state."""
+    """True if a gradient of zero changes neither an element nor its state."""
 
     _buffers: dict[tuple[Any, ...], Array]
 

@@ -41,7 +41,7 @@ class Copies:
     """Whether gradients can be summed in the memory that the update then reads."""
 
     other_ranks_wait = False
-    """Whether `end_update` waits for other ranks, which an error must reach."""
+    """True if `end_update` waits for other ranks, which an error must reach."""
 
     def __init__(
         self,

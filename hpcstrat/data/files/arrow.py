@@ -15,7 +15,7 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["ArrowLayout"]
 
-# What to do with a type that cannot be read, by the first word of its name.
+# Advice for types that cannot be read, by the first word of their names.
 _ADVICE = {
     "decimal": "cast it to float64, or to integers of its last digit",
     "struct": "write its fields as columns (Table.flatten)",

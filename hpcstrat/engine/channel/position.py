@@ -36,7 +36,7 @@ class Position:
         # How often this rank has entered ``run``, has requested a batch of a dataset
         # that all replicas share, and has begun a backward pass of a replicated module.
         self.run_index = self.next_index = self.backward_index = 0
-        # How often the ranks have agreed on these counts anew, after an error.
+        # Number of times that the ranks agreed on these counts anew, after an error.
         self.num_meetings = 0
         # Compares the copies of variables between ranks in calls of ``run``.
         self.copy_check: CopyCheck | None = None

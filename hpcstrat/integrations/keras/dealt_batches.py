@@ -45,7 +45,7 @@ class DealtBatches(DataAdapter):
         # Set for a ``PyDataset``, of which every rank has one: a new iteration may read
         # its first batch again, and Keras tells it where epochs begin and end.
         self._source = source
-        # Whether each iteration over a ``PyDataset`` has its own order of batches.
+        # True if each iteration over a ``PyDataset`` has its own order of batches.
         self.shuffle = False
         self._class_weight: Any = None
         # The first batch, and the iterator over later batches, until `elements` runs.
@@ -86,7 +86,7 @@ class DealtBatches(DataAdapter):
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether Keras may read the first batch, and read it again."""
+        """True if Keras may read the first batch, and read it again."""
         return self._source is not None
 
     @property

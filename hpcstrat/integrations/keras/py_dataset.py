@@ -83,7 +83,7 @@ class Batches(keras.utils.PyDataset):
         )
         # The next epoch; a distributed model's ``fit`` sets it.
         self.epoch = 0
-        # Whether ``fit`` begins at epoch 0 also with ``initial_epoch``.
+        # True if ``fit`` begins at epoch 0 also with ``initial_epoch``.
         self.begins_anew = False
         self._steps: int | None = None
         # If set, a stage that replaces the dataset's, with another division of rows.
