@@ -40,13 +40,14 @@ enum { CHUNK = 8 << 10, UNLOCKED_FROM = 16 << 10 };
  * form depends on the cores of the ranks, which may change. So each rank tries all forms, repeats
  * these trials from time to time, and uses the fastest form. All forms write the same values. */
 enum { PLAIN, STREAM_PLACES, STREAM_RESULTS, NUM_FORMS = 4, STREAM_FROM = 64 << 10 };
-enum { BETWEEN_TRIALS = 64, ODD_CALLS = 6, MOST_PATIENCE = 6, LONG_FROM = 8 << 20 };
+enum { BETWEEN_TRIALS = 32, ODD_CALLS = 6, MOST_PATIENCE = 6, LONG_FROM = 8 << 20 };
 
 typedef struct {
     double seconds[NUM_FORMS];
     /* Number of calls; of successive calls with an unusual time; of requests for new trials. */
     unsigned calls, odd, patience;
-    int last;
+    /* The fastest form, and the form of the last call. */
+    int best, last;
 } trials;
 
 /* Return the number of calls that try all forms at first. A trial of a form takes two calls,
@@ -56,14 +57,16 @@ static unsigned first_trials(int lengthy) { return lengthy ? NUM_FORMS : 4 * NUM
 
 static int next_form(trials *of, int lengthy) {
     unsigned turn = of->calls % BETWEEN_TRIALS, round = of->calls / BETWEEN_TRIALS;
-    unsigned each = lengthy ? 1 : 2, best = 0;
-    for (unsigned form = 1; form < NUM_FORMS; form++)
+    unsigned each = lengthy ? 1 : 2;
+    int best = 0;
+    for (int form = 1; form < NUM_FORMS; form++)
         if (of->seconds[form] < of->seconds[best]) best = form;
+    of->best = best;
     if (of->calls++ < first_trials(lengthy)) return (int)(turn / each) % NUM_FORMS;
-    unsigned other = (best + 1 + round % (NUM_FORMS - 1)) % NUM_FORMS;
+    int other = (best + 1 + (int)(round % (NUM_FORMS - 1))) % NUM_FORMS;
     /* Forms that were much slower are seldom tried again. */
     int tried = of->seconds[other] < 2 * of->seconds[best] || round % 16 < NUM_FORMS;
-    return (int)(tried && round && turn < each ? other : best);
+    return tried && round && turn < each ? other : best;
 }
 
 /* Record the time of a call; return whether the times have changed permanently. */
@@ -73,10 +76,17 @@ static int learn(trials *of, int form, double seconds, int lengthy) {
     of->last = form;
     if (*known == 0 || (begins && seconds < *known)) *known = seconds;
     if (!counts || begins) return 0;
-    /* One unusual time may have other causes; several in a row show a change. */
+    /* One long time may have other causes. */
+    double limited = seconds < 1.5 * *known ? seconds : 1.5 * *known;
+    if (form != of->best) {
+        /* The form was last tried long ago, perhaps on other cores. */
+        *known = limited;
+        return 0;
+    }
+    /* Several unusual times in a row show a change. */
     int odd = seconds > 1.2 * *known || seconds < *known / 1.2;
     of->odd = odd ? of->odd + 1 : 0;
-    *known += (seconds - *known) / (odd ? 32 : 8);
+    *known += (limited - *known) / (odd ? 16 : 8);
     if (of->odd < ODD_CALLS || of->calls <= (unsigned)BETWEEN_TRIALS << of->patience) return 0;
     of->patience += of->patience < MOST_PATIENCE;
     return 1;

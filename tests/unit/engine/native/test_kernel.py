@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import mmap
 import os
@@ -311,7 +312,7 @@ def test_a_kernel_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) 
     assert native.load.__wrapped__() is None
 
 
-def _compiled(made: Path, *flags: str) -> None:
+def _compiled(made: Path, *flags: str, source: Path = SOURCE) -> None:
     compiler = shutil.which(os.environ.get("CC") or "cc")
     if compiler is None or not Path(INCLUDE, "Python.h").exists():
         pytest.skip("there is no C compiler, or no Python.h")
@@ -322,12 +323,39 @@ def _compiled(made: Path, *flags: str) -> None:
         "-Werror",
         f"-I{INCLUDE}",
         *("-isystem", np.get_include()),
-        str(SOURCE),
+        str(source),
         "-o",
         str(made),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def _forms(tmp_path: Path, before: list[float], after: list[float]) -> list[int]:
+    """Return the forms of 600 calls, whose times change after the first 300."""
+    source = tmp_path / "forms.c"
+    source.write_text(f"""
+        #include "{SOURCE}"
+        __attribute__((visibility("default")))
+        void choose(const double *before, const double *after, int *forms) {{
+            trials of = {{0}};
+            for (int i = 0; i < 600; i++) {{
+                forms[i] = next_form(&of, 0);
+                learn(&of, forms[i], (i < 300 ? before : after)[forms[i]], 0);
+            }}
+        }}""")
+    _compiled(tmp_path / "forms.so", "-O1", source=source)
+    forms = (ctypes.c_int * 600)()
+    times = [(ctypes.c_double * 4)(*each) for each in (before, after)]
+    ctypes.CDLL(str(tmp_path / "forms.so")).choose(*times, forms)
+    return list(forms)
+
+
+def test_the_form_of_copies_follows_the_cores(tmp_path: Path) -> None:
+    """The times of the form in use hardly change; those of another one fall."""
+    forms = _forms(tmp_path, [1.9, 1.3, 2.3, 1.6], [0.9, 1.25, 1.4, 1.6])
+    assert forms[200:300].count(1) > 90
+    assert forms[500:].count(0) > 90
 
 
 def test_sanitizers_find_nothing(tmp_path: Path) -> None:
