@@ -11,6 +11,7 @@ import mmap
 import random
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -124,43 +125,70 @@ def same_bits(one: Any, other: Any) -> bool:
     return np.array_equal(*nans) and cleaned[0].tobytes() == cleaned[1].tobytes()
 
 
-def finish(sums: Sequence[Any], draw: random.Random) -> None:
-    """Run the sums of all ranks to their ends, in random order."""
-    open_ = list(range(len(sums)))
-    for _ in range(1_000_000):
-        if not open_:
-            return
-        rank = draw.choice(open_)
-        found = sums[rank].go_on(draw.randrange(3))
+@dataclass
+class _Call:
+    """A random sum of all ranks of a worker, with the results of NumPy."""
+
+    op: str
+    kinds: list[tuple[np.dtype[Any], int]]
+    piece: int
+    arrays: list[list[Any]]
+    results: list[list[Any]]
+    expected: list[Any]
+    sums: list[Any]
+
+    @classmethod
+    def drawn(cls, worker: Worker, draw: random.Random) -> _Call:
+        """Return a random call."""
+        ranks, op = len(worker.kernels), draw.choice(OPERATIONS)
+        types = TYPES if op in ("SUM", "MEAN") else ORDERED
+        kinds = [(draw.choice(types), _size(draw)) for _ in range(draw.randint(1, 6))]
+        arrays = [[drawn(draw, *kind) for kind in kinds] for _ in range(ranks)]
+        expected = [wanted(terms, op) for terms in zip(*arrays, strict=True)]
+        results = [[np.empty_like(array) for array in expected] for _ in range(ranks)]
+        if op != "MEAN" and draw.random() < 0.3:
+            results = arrays
+        piece = draw.choice([64, 192, 4096, 65536])
+        sums = worker.sums(arrays, piece, op, ranks > 2 and draw.random() < 0.5)
+        return cls(op, kinds, piece, arrays, results, expected, sums)
+
+    def check(self) -> None:
+        """Compare the results of all ranks with NumPy's."""
+        for rank, results in enumerate(self.results):
+            for result, right in zip(results, self.expected, strict=True):
+                note = rank, self.kinds, self.piece, self.op
+                assert same_bits(result, right), note
+                # A sum may have other payloads of NaN than NumPy's.
+                sums = self.op in ("SUM", "MEAN")
+                assert sums or result.tobytes() == right.tobytes(), note
+
+
+def check(worker: Worker, draw: random.Random, num_calls: int = 1) -> None:
+    """Make random sums one after the other, and compare them with NumPy's.
+
+    The ranks go on in a random order: one may begin a call while another one still
+    reads the places of the call before.
+    """
+    calls = [_Call.drawn(worker, draw) for _ in range(num_calls)]
+    ranks = range(len(worker.kernels))
+    done, began = [0 for _ in ranks], [False for _ in ranks]
+    for _ in range(1_000_000 * num_calls):
+        left = [rank for rank in ranks if done[rank] < num_calls]
+        if not left:
+            break
+        rank = draw.choice(left)
+        call, kernel = calls[done[rank]], worker.kernels[rank]
+        if not began[rank]:
+            assert call.sums[rank].start(call.arrays[rank], call.results[rank])
+            kernel.post(7, 11 ^ kernel.next, 0)
+            began[rank] = True
+        found = call.sums[rank].go_on(draw.randrange(3))
         assert found in (DONE, HEADER_AWAITED, STEP_AWAITED), found
         if found == DONE:
-            open_.remove(rank)
-    raise AssertionError("the ranks do not come to an end")
-
-
-def check(worker: Worker, draw: random.Random) -> None:
-    """Compute a random sum on all ranks of a worker, and compare it with NumPy's."""
-    ranks, op = len(worker.kernels), draw.choice(OPERATIONS)
-    types = TYPES if op in ("SUM", "MEAN") else ORDERED
-    kinds = [(draw.choice(types), _size(draw)) for _ in range(draw.randint(1, 6))]
-    arrays = [[drawn(draw, *kind) for kind in kinds] for _ in range(ranks)]
-    expected = [wanted(terms, op) for terms in zip(*arrays, strict=True)]
-    results = [[np.empty_like(array) for array in expected] for _ in range(ranks)]
-    if op != "MEAN" and draw.random() < 0.3:
-        # Sum in place, if all values are in one piece.
-        results = arrays
-    piece = draw.choice([64, 192, 4096, 65536])
-    sums = worker.sums(arrays, piece, op, ranks > 2 and draw.random() < 0.5)
-    for rank in draw.sample(range(ranks), ranks):
-        assert sums[rank].start(arrays[rank], results[rank])
-        worker.kernels[rank].post(7, 11 ^ worker.kernels[rank].next, 0)
-    finish(sums, draw)
-    for rank in range(ranks):
-        for result, right in zip(results[rank], expected, strict=True):
-            note = rank, kinds, piece, op
-            assert same_bits(result, right), note
-            # A sum may have other payloads of NaN than NumPy's.
-            assert op in ("SUM", "MEAN") or result.tobytes() == right.tobytes(), note
+            done[rank], began[rank] = done[rank] + 1, False
+    assert min(done) == num_calls, "the ranks do not come to an end"
+    for call in calls:
+        call.check()
 
 
 def _size(draw: random.Random) -> int:
@@ -176,9 +204,9 @@ def main(path: str, count: int) -> None:
     spec.loader.exec_module(module)
     for seed in range(count):
         draw = random.Random(seed)
-        worker = Worker(module, draw.randint(2, 5))
-        for _ in range(4):
-            check(worker, draw)
+        # In the larger ring, the pieces of a call of two ranks have four places.
+        ring_bytes = draw.choice([256 << 10, 1 << 20])
+        check(Worker(module, draw.randint(2, 5), ring_bytes), draw, num_calls=4)
 
 
 if __name__ == "__main__":

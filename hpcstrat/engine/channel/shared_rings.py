@@ -10,6 +10,9 @@ step ``n - 2``. The three places do not overlap: sizes are powers of two, and pl
 begin at multiples of their size, so that three consecutive places touch at most three
 of the four largest places of a ring. No rank reads an earlier place, because a rank
 arrives at step ``n - 1`` only after its last look at the place of step ``n - 3``.
+
+If four places of a call in the kernel fit into one of the largest size, the call takes
+this one, and uses its four parts in turn, by the same rule.
 """
 
 from __future__ import annotations

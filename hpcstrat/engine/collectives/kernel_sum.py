@@ -26,12 +26,17 @@ from hpcstrat.engine.channel.worker_values import WorkerValues
 from hpcstrat.engine.collectives.plan import Plan, Request
 from hpcstrat.engine.collectives.work import Choice, Work
 from hpcstrat.engine.native import load, type_codes
+from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.engine.typing import Array
 
 __all__ = ["KernelSum", "SentValues", "kernel_codes"]
 
 # The kernel allocates results below this size; larger results use recycled memory.
 _SMALL_BYTES = 32 << 10
+
+# Two ranks add large calls in pieces of this size: four places of it, which are used in
+# turn, stay in the cache of a core.
+_CACHED_PIECE_BYTES = 64 << 10
 
 # Return codes of the kernel.
 _DONE, _HEADER_AWAITED, _, _DIFFERS, _, _HEADER_SENT = range(6)
@@ -89,6 +94,18 @@ class SentValues:
         """Copy the values received in a step to their places, and to later messages."""
         for to, source in self._taken[step]:
             to[...] = source
+
+
+def _piece_bytes(arrays: Sequence[Array], piece_bytes: int, topology: Topology) -> int:
+    """Return the size of the kernel's pieces; the same on every rank.
+
+    Ranks that share a core add large pieces, because each piece costs them a switch.
+    """
+    shared = topology.worker_comm.size > topology.num_cores
+    if topology.num_replicas != 2 or shared:
+        return piece_bytes
+    large = sum(array.nbytes for array in arrays) > piece_bytes
+    return min(piece_bytes, _CACHED_PIECE_BYTES) if large else piece_bytes
 
 
 def _blocks(message: Array, count: int, nbytes: int) -> Array:
@@ -180,7 +197,10 @@ class KernelSum(Plan):
         likes = [np.broadcast_to(np.empty((), d), s) for d, s in self.signatures]
         result_likes = [np.broadcast_to(np.empty((), d), s) for s, d in self.results]
         large = max(like.nbytes for like in result_likes) >= _SMALL_BYTES
-        made = channel.kernel, codes, likes, result_likes, choice.piece_bytes
+        piece_bytes = choice.piece_bytes
+        if carried is None:
+            piece_bytes = _piece_bytes(likes, piece_bytes, channel.topology)
+        made = channel.kernel, codes, likes, result_likes, piece_bytes
         how = self.divisor, scattered, self.call, self.call.digest
         self._sum = load().Sum(*made, *how, self._allocate if large else None)
         self._waits = _KernelWaits(channel, self.call, carried)
@@ -242,7 +262,10 @@ def _reduce(
 ) -> WaitSteps:
     """Sum by the kernel in separate steps, so that a started call can use it."""
     sources, results = list(work.sources), list(work.results)
-    made = channel.kernel, codes, sources, results, work.piece_bytes, work.divisor
+    piece_bytes = work.piece_bytes
+    if carried is None:
+        piece_bytes = _piece_bytes(sources, piece_bytes, channel.topology)
+    made = channel.kernel, codes, sources, results, piece_bytes, work.divisor
     one = load().Sum(*made, scattered, work.call, work.call.digest, None)
     started = one.start(sources, results)
     assert started
