@@ -234,7 +234,10 @@ class Replicated:
 
         ``torch.autograd.grad`` calls the same hooks, but adds to no gradient.
         """
-        node = torch.autograd.graph.get_gradient_edge(self._parameters[index]).node
+        parameter = self._parameters[index]
+        # Before torch 2.5, this call fails where gradients are off, as in a backward.
+        with torch.enable_grad():
+            node = torch.autograd.graph.get_gradient_edge(parameter).node
         try:
             return bool(torch._C._will_engine_execute_node(node))
         except RuntimeError:
