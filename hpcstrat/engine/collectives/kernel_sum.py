@@ -99,10 +99,10 @@ class SentValues:
 def _piece_bytes(arrays: Sequence[Array], piece_bytes: int, topology: Topology) -> int:
     """Return the size of the kernel's pieces; the same on every rank.
 
-    Ranks that share a core add large pieces, because each piece costs them a switch.
+    Two ranks of a worker that share a core add large pieces, because each piece costs
+    them a switch. Workers of one rank send all values in one piece.
     """
-    shared = topology.worker_comm.size > topology.num_cores
-    if topology.num_replicas != 2 or shared:
+    if topology.worker_comm.size != 2 or topology.num_cores < 2:
         return piece_bytes
     large = sum(array.nbytes for array in arrays) > piece_bytes
     return min(piece_bytes, _CACHED_PIECE_BYTES) if large else piece_bytes
@@ -197,9 +197,7 @@ class KernelSum(Plan):
         likes = [np.broadcast_to(np.empty((), d), s) for d, s in self.signatures]
         result_likes = [np.broadcast_to(np.empty((), d), s) for s, d in self.results]
         large = max(like.nbytes for like in result_likes) >= _SMALL_BYTES
-        piece_bytes = choice.piece_bytes
-        if carried is None:
-            piece_bytes = _piece_bytes(likes, piece_bytes, channel.topology)
+        piece_bytes = _piece_bytes(likes, choice.piece_bytes, channel.topology)
         made = channel.kernel, codes, likes, result_likes, piece_bytes
         how = self.divisor, scattered, self.call, self.call.digest
         self._sum = load().Sum(*made, *how, self._allocate if large else None)
@@ -262,9 +260,7 @@ def _reduce(
 ) -> WaitSteps:
     """Sum by the kernel in separate steps, so that a started call can use it."""
     sources, results = list(work.sources), list(work.results)
-    piece_bytes = work.piece_bytes
-    if carried is None:
-        piece_bytes = _piece_bytes(sources, piece_bytes, channel.topology)
+    piece_bytes = _piece_bytes(sources, work.piece_bytes, channel.topology)
     made = channel.kernel, codes, sources, results, piece_bytes, work.divisor
     one = load().Sum(*made, scattered, work.call, work.call.digest, None)
     started = one.start(sources, results)
