@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hpcstrat.engine.arrays.kinds import is_device
@@ -28,6 +28,16 @@ class Call:
     nbytes: int = 0
     # The name of the algorithm, if there are several; for timelines.
     how: str = ""
+    # A hash of the arrays' lengths on all ranks, as this rank knows them from earlier
+    # calls, which is combined with ``digest``; 0 if it knows none, or if they are equal.
+    lengths: int = 0
+
+    def with_lengths(self, lengths: Any) -> Call:
+        """Return a copy of this call with the lengths on all ranks, for its header."""
+        text = repr(lengths).encode()
+        found = hashlib.blake2b(text, digest_size=8).digest()
+        mark = int.from_bytes(found, "little") >> 1
+        return replace(self, digest=self.digest ^ mark, lengths=mark)
 
 
 @functools.lru_cache(maxsize=4096)

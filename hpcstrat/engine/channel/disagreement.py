@@ -21,6 +21,7 @@ __all__ = [
     "announce_error",
     "explain",
     "only_fingerprints_differ",
+    "only_lengths_differ",
     "same_call",
 ]
 
@@ -63,8 +64,10 @@ class Announcement:
     pending: int = 0
     # Number of sections that the rank is in.
     depth: int = 0
-    # Hash of the call, combined with the next place of the rank's ring.
+    # Hash of the call; the next place of the rank's ring, and `Call.lengths`.
     digest: int = 0
+    place: int = 0
+    lengths: int = 0
     # Number that represents the rank's steps and its copies of variables.
     run_fingerprint: int = 0
     # A text for the other ranks that does not end the call, see `Channel.notice`.
@@ -116,8 +119,20 @@ def _failed(announcements: Sequence[Announcement]) -> list[Announcement]:
 
 def same_call(announcements: Sequence[Announcement]) -> bool:
     """Return whether all ranks are in the same call, even if their variables differ."""
+    places = {(a.place, a.lengths) for a in announcements}
+    return len(places) == 1 and _same_but_for_lengths(announcements)
+
+
+def _same_but_for_lengths(announcements: Sequence[Announcement]) -> bool:
     calls = {(a.flags, a.text, a.digest, a.steps) for a in announcements}
     return len(calls) == 1 and not announcements[0].flags
+
+
+def only_lengths_differ(announcements: Sequence[Announcement]) -> bool:
+    """Return whether ranks are in the same call, but expect other lengths of arrays."""
+    lengths = {a.lengths for a in announcements}
+    marks = {a.run_fingerprint for a in announcements}
+    return len(lengths) > 1 == len(marks) and _same_but_for_lengths(announcements)
 
 
 def only_fingerprints_differ(announcements: Sequence[Announcement]) -> bool:

@@ -25,9 +25,11 @@ from hpcstrat.engine.channel.disagreement import (
     announce_error,
     explain,
     only_fingerprints_differ,
+    only_lengths_differ,
     same_call,
 )
 from hpcstrat.engine.channel.entries import is_inner
+from hpcstrat.engine.channel.waitable import LengthsDifferError
 from hpcstrat.engine.topology.survival import is_loss, lost_ranks, revoke
 from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.errors import (
@@ -175,11 +177,13 @@ class Failures:
         In two cases all ranks instead post the header of the call once more: if headers
         differ only because ranks have notices, or if only the fingerprints of the
         variables' copies differ and a comparison finds that the copies are equal.
+        Raises LengthsDifferError if only the lengths differ that ranks expect.
         """
         channel = self._channel
         place = 0 if channel.wire is not None else channel.rings.next
         announcement = Announcement(self._rank, 0, call.text)
-        announcement.digest = call.digest ^ place
+        announcement.digest = call.digest ^ call.lengths
+        announcement.place, announcement.lengths = place, call.lengths
         announcement.run_fingerprint = channel.position.run_fingerprint
         announcements = self._gather(announcement)
         error, check = None, channel.position.copy_check
@@ -191,6 +195,10 @@ class Failures:
                 with channel.moving(call):
                     error = check.difference(channel.interruptible(self._comm))
                 goes_on = error is None
+        if only_lengths_differ(announcements):
+            channel.rings.restart()
+            self.told_at = channel.num_calls
+            raise LengthsDifferError(call)
         if not goes_on:
             raise self._conclude(announcements, error or explain(announcements)).error
         channel.agree(call, timeout_seconds, carried)

@@ -21,6 +21,7 @@ __all__ = [
     "Exchange",
     "HeaderPayload",
     "HeaderStep",
+    "LengthsDifferError",
     "Message",
     "WaitSteps",
     "Waitable",
@@ -92,6 +93,17 @@ class EveryRankError(Exception):
 
     `Channel.moving` replaces it by a ValueError.
     """
+
+
+class LengthsDifferError(Exception):
+    """All ranks have found that the lengths of arrays have changed since the last call.
+
+    They then exchange the lengths, and make the call again.
+    """
+
+    def __init__(self, call: Any) -> None:
+        super().__init__(f"the lengths of the arrays in {call.text} have changed")
+        self.call = call
 
 
 class Exchange(Waitable):

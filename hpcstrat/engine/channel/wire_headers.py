@@ -37,6 +37,7 @@ from hpcstrat.engine.topology.topology import Topology
 
 __all__ = [
     "HEADER_BYTES",
+    "HeaderBlocks",
     "WireHeaders",
     "carried_bytes",
     "make_worker_values",
@@ -130,7 +131,10 @@ class WireHeaders(Waitable):
         self.alone = topology.worker_comm.size == 1
         leads = topology.worker_comm.rank == 0
         # The first replica of each worker, in the order of the workers.
-        firsts = sorted(set(comm.allgather(topology.worker_replicas[0])))
+        told = comm.allgather((topology.worker_replicas[0], topology.worker_comm.rank))
+        firsts = sorted({first for first, _ in told})
+        # The worker of each replica, and the replica's index among the worker's ranks.
+        self.where = [(firsts.index(first), index) for first, index in told]
         me, size = topology.worker_id, len(firsts)
         self.worker, self.num_workers = me, size
         self.room_bytes = room = room_bytes(size)
@@ -320,6 +324,46 @@ class WireHeaders(Waitable):
                 self._same = self._same and segment.agreed()
                 return
             yield
+
+
+class HeaderBlocks:
+    """A `HeaderPayload` of ``nbytes`` for each worker, with views of all values.
+
+    ``in_order`` has the values of each worker in the messages of the first rank of this
+    worker, in the order of the workers; it is empty on the other ranks.
+    """
+
+    def __init__(self, headers: WireHeaders, nbytes: int) -> None:
+        self.nbytes, self.num_workers = nbytes, headers.num_workers
+        self.in_order: list[Any] = []
+        # For each step of the header: destination and source of the received values
+        # that later steps send on.
+        self._copies: list[tuple[Any, Any]] = []
+        if not headers.came:
+            return
+        largest = max(headers.counts)
+        blocks = _cut(headers.out, largest, nbytes)
+        steps = zip(headers.counts, headers.came, strict=True)
+        for step, (count, came) in enumerate(steps):
+            # Later steps send only the first of the received values to other workers.
+            used = nbytes * max(0, min(count, largest - (1 << step)))
+            behind = headers.out[HEADER_BYTES + (nbytes << step) :]
+            self._copies.append((behind[:used], came[HEADER_BYTES:][:used]))
+            blocks[1 << step :] = _cut(came, count, nbytes)
+        # ``blocks`` has this worker's values first, then the next worker's, and so on.
+        me, size = headers.worker, headers.num_workers
+        self.in_order = [blocks[(worker - me) % size] for worker in range(size)]
+
+    def take(self, step: int) -> None:
+        """Copy the values received in a step into the buffer that later steps send."""
+        out, came = self._copies[step]
+        out[...] = came
+
+
+def _cut(message: Any, count: int, nbytes: int) -> list[Any]:
+    """Return views of the values of each worker in a message."""
+    starts = (HEADER_BYTES + number * nbytes for number in range(count))
+    return [message[start : start + nbytes] for start in starts]
 
 
 def _started(requests: Sequence[Any]) -> list[Any]:

@@ -14,7 +14,7 @@ from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings
 from hpcstrat.engine.arrays.packing import Piece, Run
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import HeaderStep, WaitSteps
-from hpcstrat.engine.channel.wire_headers import HEADER_BYTES, carried_bytes
+from hpcstrat.engine.channel.wire_headers import HeaderBlocks, carried_bytes
 from hpcstrat.engine.collectives.plan import Plan, Request
 from hpcstrat.engine.collectives.work import Choice, add_in_order, divide
 from hpcstrat.engine.typing import Array
@@ -58,14 +58,13 @@ class HeaderSum(Plan):
         assert channel.wire is not None
         self._rings, self._headers, self._piece = channel.rings, channel.wire, piece
         self._rank = channel.topology.worker_comm.rank
-        self.nbytes = header_bytes(piece)
-        # For each step of the header: destination and source of the received values
-        # that later steps send on.
-        self._copies: list[tuple[Array, Array]] = []
+        values = HeaderBlocks(channel.wire, header_bytes(piece))
+        self.nbytes, self.take = values.nbytes, values.take
         # For each run: this worker's values, and all workers' values in worker order.
         self._blocks: list[tuple[Array, list[Array]]] = []
-        if self._rank == 0:
-            self._make_blocks(self.nbytes)
+        for run in piece if values.in_order else ():
+            terms = [_part(block, run) for block in values.in_order]
+            self._blocks.append((terms[self._headers.worker], terms))
         # For each run: the values of the worker's ranks, and the sum of all workers.
         self._rows: list[list[Array]] = []
         self._totals: list[Array] = []
@@ -75,24 +74,6 @@ class HeaderSum(Plan):
         if channel.wire.alone:
             self._totals = [_part(channel.wire.total, run) for run in piece]
             self._views = self._make_views([values for values, _ in self._blocks])
-
-    def _make_blocks(self, nbytes: int) -> None:
-        headers = self._headers
-        largest = max(headers.counts)
-        blocks = _cut(headers.out, largest, nbytes)
-        steps = zip(headers.counts, headers.came, strict=True)
-        for step, (count, came) in enumerate(steps):
-            # Later steps send only the first of the received values to other workers.
-            used = nbytes * max(0, min(count, largest - (1 << step)))
-            behind = headers.out[HEADER_BYTES + (nbytes << step) :]
-            self._copies.append((behind[:used], came[HEADER_BYTES:][:used]))
-            blocks[1 << step :] = _cut(came, count, nbytes)
-        # ``blocks`` has this worker's values first, then the next worker's, and so on.
-        me, size = headers.worker, headers.num_workers
-        in_order = [blocks[(worker - me) % size] for worker in range(size)]
-        for run in self._piece:
-            terms = [_part(block, run) for block in in_order]
-            self._blocks.append((terms[me], terms))
 
     def _make_views(self, own: Sequence[Array]) -> _Views:
         views = []
@@ -138,22 +119,11 @@ class HeaderSum(Plan):
         for rows, (own, _) in zip(self._rows, self._blocks, strict=False):
             add_in_order(rows, own, function=self.function)
 
-    def take(self, step: int) -> None:
-        """Copy the values received in a step into the buffer that later steps send."""
-        out, came = self._copies[step]
-        out[...] = came
-
     def finish(self) -> None:
         """Add the sums of all workers, in the order of the workers."""
         for (_, terms), total in zip(self._blocks, self._totals, strict=True):
             add_in_order(terms, total, function=self.function)
             divide(total, self.divisor)
-
-
-def _cut(message: Array, count: int, nbytes: int) -> list[Array]:
-    """Return views of the values of each worker in a message."""
-    starts = range(HEADER_BYTES, HEADER_BYTES + count * nbytes, nbytes)
-    return [message[start : start + nbytes] for start in starts]
 
 
 def _part(block: Array, run: Run) -> Array:

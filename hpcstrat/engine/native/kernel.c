@@ -216,7 +216,17 @@ typedef struct {
     size_t count;
     const char *source;
     char *target;
+    /* Only for a call that moves data: the bytes of its result `array`; `count` has those of its
+     * source. */
+    size_t written;
 } entry;
+
+/* Bytes of an array that a call moves: `count` chunks of `chunk` bytes, which begin at multiples of
+ * `stride` from `at` on. In a rank's stream the chunks follow each other from `offset` on. */
+typedef struct {
+    int rank, array;
+    size_t offset, at, chunk, count, stride;
+} block;
 
 /* The arrays of one type. */
 typedef struct {
@@ -230,7 +240,7 @@ enum { OWNER, WHAT, NAMES, WAIT, LEAVE, EXCHANGE, NUM_KEPT };
 struct sum {
     PyObject_HEAD
     kernel *kernel;
-    int num_arrays, num_buckets, scattered;
+    int num_arrays, num_results, num_buckets, scattered;
     uint64_t digest;
     /* Objects for `repeat`, see `sum_keep`; the next sum in the same slot. */
     PyObject *kept[NUM_KEPT];
@@ -250,6 +260,12 @@ struct sum {
     unsigned number;
     PyObject *arrays, *results;
     cursor laid, added, copied;
+    /* For a call that moves data, see `Move`: this rank's blocks in its stream, the blocks that it
+     * takes from the ranks' streams, the index of the source and of the result of the values that
+     * it takes from itself (or -1), and the bytes of the streams put and taken so far. */
+    block *puts, *takes;
+    int num_puts, num_takes, own_source, own_result;
+    size_t put, taken;
     /* Rank 0's place of this piece, and of the next; the places of the other ranks follow at
      * multiples of `stride`. */
     char *place, *after;
@@ -320,8 +336,14 @@ static size_t run_of(const sum *s, cursor *c, size_t *used, const type **of) {
     return room < c->left ? room : c->left;
 }
 
+static void put_blocks(sum *s, char *place);
+
 /* Copy the next piece of this rank's values into its place. */
 static void lay_out(sum *s, char *place) {
+    if (s->takes) {
+        put_blocks(s, place);
+        return;
+    }
     char *own = at(s, s->kernel->rank, place);
     size_t used = 0, count, first, size;
     const type *of;
@@ -443,8 +465,54 @@ static void copy_out(sum *s) {
     if (s->form & STREAM_RESULTS) FENCE();
 }
 
+/* Copy the bytes of a block between its array and the piece of the stream in a place; the piece
+ * begins at byte `start` of the stream. Return whether bytes of the block are in the piece. */
+static void copy_block(const sum *s, const block *b, char *array, char *place, size_t start,
+                       int takes) {
+    size_t low = b->offset > start ? b->offset : start, high = b->offset + b->chunk * b->count;
+    if (high > start + s->piece) high = start + s->piece;
+    while (low < high) {
+        size_t behind = low - b->offset, number = behind / b->chunk, within = behind % b->chunk;
+        size_t count = b->chunk - within < high - low ? b->chunk - within : high - low;
+        char *in_array = array + b->at + number * b->stride + within, *in_place = place + low - start;
+        char *to = takes ? in_array : in_place, *from = takes ? in_place : in_array;
+        if (count >= CHUNK)
+            copy(to, from, count, s->form & (takes ? STREAM_RESULTS : STREAM_PLACES));
+        else if (count == 8)
+            memcpy(to, from, 8);
+        else
+            memcpy(to, from, count);
+        low += count;
+    }
+}
+
+/* Copy the next piece of this rank's stream into its place. */
+static void put_blocks(sum *s, char *place) {
+    char *own = at(s, s->kernel->rank, place);
+    for (int i = 0; i < s->num_puts; i++) {
+        const block *b = s->puts + i;
+        copy_block(s, b, (char *)s->entries[b->array].source, own, s->put, 0);
+    }
+    s->put += s->piece;
+    if (s->form & STREAM_PLACES) FENCE();
+}
+
+/* Copy the next piece of all ranks' streams from their places into the results. */
+static void take_blocks(sum *s) {
+    int here = s->own_source >= 0 &&
+               s->entries[s->own_source].source == s->entries[s->own_result].target;
+    for (int i = 0; i < s->num_takes; i++) {
+        const block *b = s->takes + i;
+        if (b->rank == s->kernel->rank && here) continue;
+        copy_block(s, b, s->entries[b->array].target, at(s, b->rank, s->place), s->taken, 1);
+    }
+    s->taken += s->piece;
+    if (s->form & STREAM_RESULTS) FENCE();
+}
+
 /* Return whether there are pieces that have not been copied into a place. */
 static int has_more(const sum *s) {
+    if (s->takes) return s->put < s->nbytes;
     cursor probe = s->laid;
     const type *of;
     size_t used = 0;
@@ -470,6 +538,7 @@ static void end_lap(sum *s) {
 /* Begin a call: copy the first piece into this rank's place, before the header is posted. */
 static void begin(sum *s) {
     s->laid = s->added = s->copied = start_of(s);
+    s->put = s->taken = 0;
     if (s->num_trials != s->kernel->num_trials) {
         for (int i = 0; i < 2; i++)
             memset(s->kinds[i].seconds, 0, sizeof s->kinds[i].seconds), s->kinds[i].calls = 0;
@@ -477,8 +546,10 @@ static void begin(sum *s) {
     }
     begin_lap(s);
     s->turn = 0;
-    s->place = take(s);
-    lay_out(s, s->place);
+    if (s->nbytes || !s->takes) {
+        s->place = take(s);
+        lay_out(s, s->place);
+    }
     if (s->timed) s->seconds += now();
     s->follows = 0, s->state = IN_HEADER;
 }
@@ -513,7 +584,10 @@ static int advance(sum *s, long looks) {
             post(k, 0, s->digest ^ k->next, 0);
         } else {
             if (s->follows) post(k, 0, s->digest ^ k->next, 0);
-            add_piece(s);
+            if (s->takes)
+                take_blocks(s);
+            else
+                add_piece(s);
         }
         s->lap += s->piece;
         if (!s->scattered && !s->follows) break;
@@ -545,12 +619,13 @@ static PyObject *item(PyObject *value, int i) {
 /* Store the addresses of arrays, or of results (`writes`); return 0 if an array does not have the
  * expected shape or dtype, or is not contiguous. */
 static int find(sum *s, PyObject *values, int writes) {
-    if (PyList_CheckExact(values) ? PyList_Size(values) != s->num_arrays : s->num_arrays != 1)
-        return 0;
+    int count = writes ? s->num_results : s->num_arrays;
+    if (PyList_CheckExact(values) ? PyList_Size(values) != count : count != 1) return 0;
     int flags = writes ? NPY_ARRAY_CARRAY : NPY_ARRAY_CARRAY_RO;
+    if (s->takes) flags &= ~NPY_ARRAY_ALIGNED;
     PyObject *likes = writes ? s->result_likes : s->likes;
     s->number += !writes;
-    for (int i = 0; i < s->num_arrays; i++) {
+    for (int i = 0; i < count; i++) {
         PyObject *array = item(values, s->entries[i].array);
         if (!is_like(array, item(likes, s->entries[i].array), flags)) return 0;
         char *data = PyArray_DATA((PyArrayObject *)array);
@@ -585,8 +660,8 @@ static int compare_extents(const void *one, const void *other) {
 
 /* Return whether each result is the memory of its own array, or overlaps with no array. */
 static int lie_apart(const sum *s) {
-    size_t n = (size_t)s->num_arrays, found = 0;
-    extent few[2], *extents = n > 1 ? PyMem_Malloc(2 * n * sizeof *extents) : few;
+    size_t n = (size_t)(s->num_arrays + s->num_results), found = 0;
+    extent few[2], *extents = n > 2 ? PyMem_Malloc(n * sizeof *extents) : few;
     if (!extents) return 0;
     for (int b = 0; b < s->num_buckets; b++) {
         const type *of = s->buckets[b].type;
@@ -599,6 +674,19 @@ static int lie_apart(const sum *s) {
             extents[found++] = (extent){source, source + s->entries[i].count * of->size, 0};
         }
     }
+    for (int i = 0; s->takes && i < s->num_results; i++) {
+        uintptr_t target = (uintptr_t)s->entries[i].target;
+        if (s->entries[i].written)
+            extents[found++] = (extent){target, target + s->entries[i].written, 1};
+    }
+    for (int i = 0; s->takes && i < s->num_arrays; i++) {
+        uintptr_t source = (uintptr_t)s->entries[i].source;
+        if (i == s->own_source && s->entries[i].source == s->entries[s->own_result].target &&
+            s->entries[i].count == s->entries[s->own_result].written)
+            continue;
+        if (s->entries[i].count)
+            extents[found++] = (extent){source, source + s->entries[i].count, 0};
+    }
     qsort(extents, found, sizeof *extents, compare_extents);
     /* The highest end of the extents before this one, and of the written extents among them. */
     uintptr_t end = 0, written = 0;
@@ -608,20 +696,20 @@ static int lie_apart(const sum *s) {
         if (extents[i].end > end) end = extents[i].end;
         if (extents[i].writes && extents[i].end > written) written = extents[i].end;
     }
-    if (n > 1) PyMem_Free(extents);
+    if (n > 2) PyMem_Free(extents);
     return apart;
 }
 
 /* Return new arrays for the results: a list if `listed` is true, else a single array. */
 static PyObject *make_results(const sum *s, int listed) {
     int small = s->allocate == Py_None;
-    PyObject *results = small ? PyList_New(s->num_arrays) : PyObject_CallNoArgs(s->allocate);
-    for (int i = 0; small && results && i < s->num_arrays; i++) {
+    PyObject *results = small ? PyList_New(s->num_results) : PyObject_CallNoArgs(s->allocate);
+    for (int i = 0; small && results && i < s->num_results; i++) {
         PyArrayObject *like = (PyArrayObject *)PyList_GetItem(s->result_likes, i);
         PyObject *one = PyArray_NewLikeArray(like, NPY_CORDER, NULL, 0);
         if (!one || PyList_SetItem(results, i, one)) Py_CLEAR(results);
     }
-    if (listed || !results) return results;
+    if (listed || !results || s->num_results != 1) return results;
     PyObject *one = Py_XNewRef(PyList_GetItem(results, 0));
     Py_DECREF(results);
     return one;
@@ -638,14 +726,14 @@ static int start(sum *s, PyObject *arrays, PyObject *results, int whole) {
     int listed = PyList_CheckExact(arrays);
     unsigned number = s->number;
     if (whole && !is_free(k)) return 0;
-    if (results != Py_None && PyList_CheckExact(results) != listed) return 0;
+    if (results != Py_None && PyList_CheckExact(results) != listed && !s->takes) return 0;
     let_go(s);
     PyObject *kept = NULL,
              *into = results == Py_None ? make_results(s, listed) : Py_NewRef(results);
     /* Keep references to the arrays themselves, because the lists may change during the call. */
-    if (into && listed)
-        kept = Py_BuildValue("NN", PyList_GetSlice(arrays, 0, s->num_arrays),
-                             PyList_GetSlice(into, 0, s->num_arrays));
+    if (into && (listed || PyList_CheckExact(into)))
+        kept = Py_BuildValue("NN", listed ? PyList_GetSlice(arrays, 0, s->num_arrays) : Py_NewRef(arrays),
+                             PyList_CheckExact(into) ? PyList_GetSlice(into, 0, s->num_results) : Py_NewRef(into));
     else if (into)
         kept = Py_NewRef(arrays);
     int good = kept ? s->number == number && (!whole || is_free(k)) : -1;
@@ -659,7 +747,7 @@ static int start(sum *s, PyObject *arrays, PyObject *results, int whole) {
         return good;
     }
     s->arrays = kept, s->results = into;
-    s->in_place = s->entries->source == s->entries->target;
+    s->in_place = s->num_arrays && s->entries->source == s->entries->target;
     begin(s);
     return 1;
 }
@@ -764,7 +852,7 @@ static PyObject *sum_keep(PyObject *self, PyObject *args) {
         return NULL;
     kept[OWNER] = PyCFunction_GetSelf(kept[OWNER]);
     for (int i = 0; i < NUM_KEPT; i++) s->kept[i] = Py_XNewRef(kept[i]);
-    s->slot = slot_of(s->kernel, s->listed ? s->likes : PyList_GetItem(s->likes, 0));
+    s->slot = slot_of(s->kernel, s->listed ? s->likes : item(s->likes, 0));
     s->following = *s->slot;
     *s->slot = s;
     Py_RETURN_NONE;
@@ -878,6 +966,8 @@ static void sum_dealloc(PyObject *self) {
     for (int i = 0; i < NUM_KEPT; i++) Py_XDECREF(s->kept[i]);
     PyMem_Free(s->buckets);
     PyMem_Free(s->entries);
+    PyMem_Free(s->puts);
+    PyMem_Free(s->takes);
     ((freefunc)PyType_GetSlot(class, Py_tp_free))(self);
     Py_DECREF(class);
 }
@@ -918,6 +1008,25 @@ static int holds_arrays(PyObject *list, Py_ssize_t count) {
 
 static PyObject *kernel_type, *sum_type;
 
+/* Choose the size of the places for pieces of at most `used` bytes. */
+static void place_pieces(sum *s, size_t used) {
+    kernel *k = s->kernel;
+    size_t most = power_of_two(s->piece);
+    if (most > k->slot) most = k->slot;
+    /* If a call has a single piece, its place is only as large as it needs. */
+    s->place_bytes = power_of_two(used) < most ? power_of_two(used) : most;
+    /* A ring of one place: its values are sent in messages, before the next call begins. */
+    if (k->slot == k->ring) s->place_bytes = k->ring;
+    s->stride = k->room;
+}
+
+static void hold(sum *s, kernel *k, PyObject *likes, PyObject *result_likes, PyObject *call,
+                 PyObject *allocate, uint64_t digest) {
+    s->kernel = (kernel *)Py_NewRef((PyObject *)k);
+    s->likes = Py_NewRef(likes), s->result_likes = Py_NewRef(result_likes);
+    s->call = Py_NewRef(call), s->allocate = Py_NewRef(allocate), s->digest = digest;
+}
+
 /* Sum(kernel, codes, likes, result_likes, piece_bytes, divisor, scattered, call, digest, allocate)
  */
 static int sum_init(PyObject *self, PyObject *args, PyObject *Py_UNUSED(names)) {
@@ -934,8 +1043,6 @@ static int sum_init(PyObject *self, PyObject *args, PyObject *Py_UNUSED(names)) 
     int good = num_arrays > 0 && num_arrays < INT32_MAX && holds_arrays(likes, num_arrays) &&
                holds_arrays(result_likes, num_arrays);
     for (Py_ssize_t i = 0; good && i < num_arrays; i++) good = (unsigned char)codes[i] < NUM_TYPES;
-    size_t place = power_of_two((size_t)(piece > 0 ? piece : 0));
-    if (place > k->slot) place = k->slot;
     if (!good || piece < LINE || piece % LINE || (size_t)piece > k->slot) {
         PyErr_SetString(PyExc_ValueError, "expected arrays of known types, and pieces that fit");
         return -1;
@@ -948,18 +1055,94 @@ static int sum_init(PyObject *self, PyObject *args, PyObject *Py_UNUSED(names)) 
         PyErr_NoMemory();
         return -1;
     }
-    s->kernel = (kernel *)Py_NewRef(owner);
-    s->likes = Py_NewRef(likes), s->result_likes = Py_NewRef(result_likes);
-    s->call = Py_NewRef(call), s->allocate = Py_NewRef(allocate), s->digest = digest;
+    s->num_results = s->num_arrays;
+    hold(s, k, likes, result_likes, call, allocate, digest);
     sort(s, codes);
-    /* If a call has a single piece, its place is only as large as it needs; the end of each run may
-     * leave a part of a cache line unused. */
-    size_t used = s->nbytes + LINE * (size_t)s->num_buckets;
-    s->place_bytes = power_of_two(used) < place ? power_of_two(used) : place;
-    /* A ring of one place: its values are sent in messages, before the next call begins. */
-    if (k->slot == k->ring) s->place_bytes = k->ring;
-    s->stride = k->room;
+    /* The end of each run may leave a part of a cache line unused. */
+    place_pieces(s, s->nbytes + LINE * (size_t)s->num_buckets);
     return 0;
+}
+
+static size_t bytes_of(PyObject *list, Py_ssize_t i) {
+    PyArrayObject *array = (PyArrayObject *)PyList_GetItem(list, i);
+    return (size_t)PyArray_SIZE(array) * (size_t)PyArray_ITEMSIZE(array);
+}
+
+/* Read blocks from a buffer of int64 with seven numbers for each. Return NULL with an error unless
+ * every block lies in its array, and in the stream. One more block is allocated, so that the result
+ * is not NULL. */
+static block *read_blocks(PyObject *numbers, PyObject *likes, const sum *s, int *count) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(numbers, &view, PyBUF_SIMPLE)) return NULL;
+    const int64_t *from = view.buf;
+    size_t n = (size_t)view.len / (7 * sizeof *from);
+    block *blocks = PyMem_Calloc(n + 1, sizeof *blocks);
+    int good = blocks && n < INT32_MAX;
+    for (size_t i = 0; good && i < n; i++, from += 7) {
+        for (int j = 0; j < 7; j++) good &= from[j] >= 0;
+        good = good && from[0] < s->kernel->size && from[1] < PyList_Size(likes) && from[4] && from[5];
+        if (!good) break;
+        blocks[i] = (block){(int)from[0], (int)from[1], (size_t)from[2], (size_t)from[3],
+                            (size_t)from[4], (size_t)from[5], (size_t)from[6]};
+        const block *b = blocks + i;
+        size_t last;
+        good = !__builtin_mul_overflow(b->count - 1, b->stride, &last) &&
+               b->at + last + b->chunk <= bytes_of(likes, b->array) &&
+               b->offset + b->chunk * b->count <= s->nbytes;
+    }
+    PyBuffer_Release(&view);
+    if (!good) {
+        PyMem_Free(blocks);
+        PyErr_SetString(PyExc_ValueError, "expected blocks that lie in their arrays");
+        return NULL;
+    }
+    *count = (int)n;
+    return blocks;
+}
+
+/* move(kernel, puts, takes, nbytes, own_source, own_result, likes, result_likes, piece_bytes, call,
+ * digest, allocate): return an object like a Sum for calls that move data. Each rank has a stream of
+ * bytes, at most `nbytes` long: the blocks `puts` of its arrays. It takes the blocks `takes` from the
+ * streams of all ranks into its results. */
+static PyObject *make_move(PyObject *Py_UNUSED(module), PyObject *args) {
+    PyObject *owner, *puts, *takes, *likes, *result_likes, *call, *allocate;
+    Py_ssize_t nbytes, piece;
+    int own_source, own_result;
+    unsigned long long digest;
+    if (!PyArg_ParseTuple(args, "O!OOniiO!O!nOKO", kernel_type, &owner, &puts, &takes, &nbytes,
+                          &own_source, &own_result, &PyList_Type, &likes, &PyList_Type,
+                          &result_likes, &piece, &call, &digest, &allocate))
+        return NULL;
+    kernel *k = (kernel *)owner;
+    Py_ssize_t num_arrays = PyList_Size(likes), num_results = PyList_Size(result_likes);
+    if (nbytes < 0 || piece < LINE || piece % LINE || (size_t)piece > k->slot ||
+        own_source >= num_arrays || (own_source >= 0 && (own_result < 0 || own_result >= num_results)) ||
+        num_arrays > INT32_MAX / 2 || num_results > INT32_MAX / 2 || !holds_arrays(likes, num_arrays) ||
+        !holds_arrays(result_likes, num_results))
+        return PyErr_Format(PyExc_ValueError, "expected arrays, and pieces that fit");
+    PyObject *self = PyType_GenericNew((PyTypeObject *)sum_type, NULL, NULL);
+    if (!self) return NULL;
+    sum *s = (sum *)self;
+    hold(s, k, likes, result_likes, call, allocate, digest);
+    s->num_arrays = (int)num_arrays, s->num_results = (int)num_results;
+    s->nbytes = (size_t)nbytes, s->piece = (size_t)piece;
+    s->own_source = own_source, s->own_result = own_result;
+    size_t most = (size_t)(num_arrays > num_results ? num_arrays : num_results);
+    s->entries = PyMem_Calloc(most + 1, sizeof *s->entries);
+    s->puts = read_blocks(puts, likes, s, &s->num_puts);
+    s->takes = s->puts ? read_blocks(takes, result_likes, s, &s->num_takes) : NULL;
+    if (!s->entries || !s->takes) {
+        if (!PyErr_Occurred()) PyErr_NoMemory();
+        Py_DECREF(self);
+        return NULL;
+    }
+    for (size_t i = 0; i < most; i++) {
+        s->entries[i].array = (int)i;
+        if (i < (size_t)num_arrays) s->entries[i].count = bytes_of(likes, (Py_ssize_t)i);
+        if (i < (size_t)num_results) s->entries[i].written = bytes_of(result_likes, (Py_ssize_t)i);
+    }
+    place_pieces(s, s->nbytes);
+    return self;
 }
 
 /* post(run, digest, flags) */
@@ -1076,8 +1259,12 @@ static PyType_Slot sum_slots[] = {
 static PyType_Spec sum_spec = {"hpcstrat.engine.native.kernel.Sum", sizeof(sum), 0,
                                Py_TPFLAGS_DEFAULT, sum_slots};
 
+static PyMethodDef functions[] = {
+    {"move", make_move, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
 static struct PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, "kernel", NULL, -1, NULL, NULL, NULL, NULL, NULL};
+    PyModuleDef_HEAD_INIT, "kernel", NULL, -1, functions, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit_kernel(void) {
     if (PyArray_ImportNumPyAPI() < 0) return NULL;
@@ -1087,7 +1274,7 @@ PyMODINIT_FUNC PyInit_kernel(void) {
     int good = made && kernel_type && sum_type &&
                !PyModule_AddObjectRef(made, "Kernel", kernel_type) &&
                !PyModule_AddObjectRef(made, "Sum", sum_type) &&
-               !PyModule_AddIntConstant(made, "VERSION", 5);
+               !PyModule_AddIntConstant(made, "VERSION", 6);
     if (!good) Py_CLEAR(made);
     return made;
 }

@@ -20,7 +20,8 @@ from hpcstrat.engine.collectives.header_sum import (
     fits_header,
     header_bytes,
 )
-from hpcstrat.engine.collectives.kernel_sum import KernelSum, SentValues, kernel_codes
+from hpcstrat.engine.collectives.kernel_call import SentValues
+from hpcstrat.engine.collectives.kernel_sum import KernelSum, kernel_codes
 from hpcstrat.engine.collectives.mapped_memory import (
     LEAST_MAPPED_BYTES,
     MappedMemory,

@@ -19,7 +19,7 @@ from hpcstrat.engine.collectives.mapped_memory import MappedMemory
 from hpcstrat.engine.collectives.plan import Plan
 from hpcstrat.engine.options import CommunicationOptions, ReduceOp
 from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
-from hpcstrat.engine.reduction.gathers import Gathers
+from hpcstrat.engine.reduction.moves import Moves
 from hpcstrat.engine.reduction.reduction_arrays import (
     all_plain,
     by_memory,
@@ -59,10 +59,10 @@ class Reductions:
     """
 
     def __init__(
-        self, gathers: Gathers, ops: CrossDeviceOps, options: CommunicationOptions
+        self, moves: Moves, ops: CrossDeviceOps, options: CommunicationOptions
     ) -> None:
-        self.collectives = gathers.collectives
-        self._gathers = gathers
+        self.collectives = moves.collectives
+        self._moves = moves
         self._ops = ops
         self._options = options
         kernel = getattr(self.collectives.channel, "kernel", None)
@@ -336,7 +336,7 @@ class Reductions:
     @without_fp_warnings
     def _reduce_rows(self, op: ReduceOp, rows: IndexedSlices, what: str) -> Any:
         label = f"{what}({op.name}) of rows of {rows.dense_shape}"
-        values, indices = self._gathers.all_gather(
+        values, indices = self._moves.all_gather(
             [rows.values, rows.indices], 0, label
         )
         if op is ReduceOp.MEAN:

@@ -6,7 +6,7 @@ from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.collectives.mapped_memory import MappedMemory
 from hpcstrat.engine.options import CommunicationOptions
 from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
-from hpcstrat.engine.reduction.gathers import Gathers
+from hpcstrat.engine.reduction.moves import Moves
 from hpcstrat.engine.reduction.object_collectives import ObjectCollectives
 from hpcstrat.engine.reduction.reductions import Reductions
 
@@ -16,7 +16,7 @@ __all__ = ["Collectives"]
 class Collectives(ObjectCollectives):
     """All collective calls that move data between replicas, each with its header.
 
-    The class has the methods of ObjectCollectives, and the methods of `Gathers` and
+    The class has the methods of ObjectCollectives, and the methods of `Moves` and
     `Reductions` for arrays. ``channel`` is None for a single replica, which sends
     nothing. ``ops`` and ``options`` are the defaults of every call.
     """
@@ -29,14 +29,14 @@ class Collectives(ObjectCollectives):
     ) -> None:
         options = options or CommunicationOptions()
         super().__init__(channel, options.timeout_seconds)
-        self._gathers = gathers = Gathers(self)
+        self.moves = moves = Moves(self)
         self.ops = ops or CrossDeviceOps()
-        self._reductions = Reductions(gathers, self.ops, options)
+        self._reductions = Reductions(moves, self.ops, options)
         # Reductions by other algorithms, if a program calls a CrossDeviceOps itself.
         self._by_others: dict[CrossDeviceOps, Reductions] = {}
         # Methods of other objects, bound here so that a call needs no extra lookup.
-        self.all_gather = gathers.all_gather
-        self.broadcast = gathers.broadcast
+        self.all_gather = moves.all_gather
+        self.broadcast = moves.broadcast
         self.batch_reduce = self._reductions.batch_reduce
         self.reduce_in_call = self._reductions.reduce_in_call
         self.repeat = self._reductions.repeat
@@ -49,7 +49,7 @@ class Collectives(ObjectCollectives):
             return self._reductions
         if ops not in self._by_others:
             options = CommunicationOptions(timeout_seconds=self.timeout_seconds)
-            self._by_others[ops] = Reductions(self._gathers, ops, options)
+            self._by_others[ops] = Reductions(self.moves, ops, options)
         return self._by_others[ops]
 
     def use_mapped_memory(self, areas: MappedMemory) -> None:
@@ -64,5 +64,6 @@ class Collectives(ObjectCollectives):
     def close(self) -> None:
         """Make all later calls raise CollectiveError."""
         super().close()
+        self.moves.close()
         for reductions in (self._reductions, *self._by_others.values()):
             reductions.close()

@@ -29,7 +29,6 @@ import torch.distributed as dist
 from hpcstrat.engine.arrays.kinds import is_device
 from hpcstrat.engine.collectives.mapped_memory import MappedMemory
 from hpcstrat.engine.options import ReduceOp
-from hpcstrat.engine.reduction.exchanges import Exchanges
 from hpcstrat.engine.reduction.messages import Messages
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CollectiveError
@@ -101,7 +100,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         self.strategy = strategy
         self.collectives = strategy.collectives
         self._rank, self._size = rank, strategy.num_replicas_in_sync
-        self._exchanges = Exchanges(self.collectives)
+        self._moves = self.collectives.moves
         self._messages = Messages(self.collectives)
         self.postponed = Postponed()
         # Memory of DDP's buckets, which all ranks of the node map. Not used if there
@@ -225,7 +224,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         else:
             for array in arrays:
                 what = f"all_reduce({reduction.name})"
-                self._exchanges.combine(reduction.function, array, what)
+                self._moves.combine(reduction.function, array, what)
         for array in arrays:
             reduction.conclude(array)
         held.written()
@@ -306,7 +305,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
             reduction = Reduction(given, tensor, self._size)
             array, what = host.write(tensor), f"reduce({reduction.name})"
             function, divisor = reduction.function, reduction.divisor
-            self._exchanges.reduce_to(function, array, root, what, divisor=divisor)
+            self._moves.reduce_to(function, array, root, what, divisor=divisor)
             if self._rank == root:
                 reduction.conclude(array)
         host.written()
@@ -351,7 +350,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
             device_tensors.reduce_scatter(calls, reduction.op, arrays, array, rank)
         else:
             what = f"reduce_scatter({reduction.name})"
-            scatter = self._exchanges.reduce_scatter
+            scatter = self._moves.reduce_scatter
             scatter(function, arrays, array, what, divisor=divisor)
             reduction.conclude(array)
         held.written()
@@ -368,7 +367,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
             device_tensors.broadcast(self.collectives, arrays, root)
         else:
             for array in arrays:
-                self._exchanges.broadcast(array, root, "broadcast")
+                self._moves.broadcast_into(array, root, "broadcast")
         held.written()
         return done(tensors)
 
@@ -383,7 +382,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
             if is_device(array):
                 device_tensors.all_gather(self.collectives, array, parts, what)
             else:
-                self._exchanges.all_gather(array, parts, what)
+                self._moves.all_gather_into(array, parts, what)
             held.written()
         return done(outs)
 
@@ -413,7 +412,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
                 device_tensors.all_gather(self.collectives, array, [whole], what)
             else:
                 rows = self._rows(whole, what)
-                self._exchanges.all_gather(array, rows, what, whole)
+                self._moves.all_gather_into(array, rows, what)
             held.written()
         return done(outs)
 
@@ -428,7 +427,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         for index, own in enumerate(ins):
             here = self._rank == root
             parts = [host.write(part) for part in outs[index]] if here else None
-            self._exchanges.gather(host.read(own), parts, root, "gather")
+            self._moves.gather_into(host.read(own), parts, root, "gather")
         host.written()
         return done(outs)
 
@@ -441,7 +440,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         for index, out in enumerate(outs):
             here = self._rank == root
             parts = [host.read(part) for part in ins[index]] if here else None
-            self._exchanges.scatter(parts, host.write(out), root, "scatter")
+            self._moves.scatter_into(parts, host.write(out), root, "scatter")
         host.written()
         return done(outs)
 
@@ -451,7 +450,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         host = HostTensors()
         sends = [host.read(tensor) for tensor in ins]
         receives = [host.write(tensor) for tensor in outs]
-        self._exchanges.all_to_all(sends, receives, "all_to_all")
+        self._moves.all_to_all(sends, receives, "all_to_all")
         host.written()
         return done(outs)
 
@@ -469,7 +468,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         host, what = HostTensors(), "all_to_all_single"
         sends = self._cut(host.read(whole), in_sizes, what)
         receives = self._cut(host.write(out), out_sizes, what)
-        self._exchanges.all_to_all(sends, receives, what)
+        self._moves.all_to_all(sends, receives, what)
         host.written()
         return done([out])
 

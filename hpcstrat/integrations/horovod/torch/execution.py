@@ -69,7 +69,7 @@ def all_reduce(job: Submissions, batch: list[list[Reduced]]) -> list[Any]:
             host = HostTensors()
             array = host.write(one.tensor)
             what = f"allreduce({reduction.name})"
-            job.exchanges.combine(reduction.function, array, what)
+            job.moves.combine(reduction.function, array, what)
             host.written()
     for op, some in arrays.items():
         job.collectives.batch_reduce(op, some, "allreduce", out=some)
@@ -133,7 +133,7 @@ def all_to_all(
     table = np.empty((size, *own.shape), own.dtype)
     # Exchange the numbers of rows first, because a rank knows only how many rows it
     # sends, not how many it receives.
-    job.exchanges.all_gather(own, list(table), "splits of alltoall", table)
+    job.moves.all_gather_into(own, list(table), "splits of alltoall")
     counts = table[:, :, job.strategy.replica_id]
     results = []
     for index, (tensor, splits) in enumerate(batch):
@@ -141,7 +141,7 @@ def all_to_all(
         sends = _cut(host.read(rows), splits)
         received = counts[:, index].tolist()
         came = rows.new_empty((sum(received), rows.shape[1]))
-        job.exchanges.all_to_all(sends, _cut(host.write(came), received), "alltoall")
+        job.moves.all_to_all(sends, _cut(host.write(came), received), "alltoall")
         host.written()
         whole = _from_bytes(came, tensor, len(came), *tensor.shape[1:])
         results.append((whole, received))
@@ -168,7 +168,7 @@ def _scattered(job: Submissions, one: Reduced) -> torch.Tensor:
     lengths = [whole + (number < left) for number in range(size)]
     part = tensor.new_empty((lengths[rank], *tensor.shape[1:]))
     array = host.write(part)
-    job.exchanges.reduce_scatter(
+    job.moves.reduce_scatter(
         reduction.function,
         _cut(host.read(tensor), lengths),
         array,

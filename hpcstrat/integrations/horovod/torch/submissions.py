@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.engine.channel.call import describe_call
-from hpcstrat.engine.reduction.exchanges import Exchanges
 from hpcstrat.errors import CollectiveError
 from hpcstrat.safety.watchdog.late_ranks import some_ranks
 from hpcstrat.strategies import Strategy
@@ -78,7 +77,7 @@ class Submissions:
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
         self.collectives = strategy.collectives
-        self.exchanges = Exchanges(strategy.collectives)
+        self.moves = strategy.collectives.moves
         self._pending: dict[str, Submission] = {}
         self._unnamed: Counter[str] = Counter()
 
@@ -173,7 +172,7 @@ class Submissions:
         # The maxima over ranks of `number` and `-number` show the largest and the
         # smallest number, so one call shows whether all numbers are equal.
         bounds = np.array([number, -number])
-        self.exchanges.combine(np.maximum, bounds, _MEETING)
+        self.moves.combine(np.maximum, bounds, _MEETING)
         if bounds[0] == -bounds[1]:
             # All ranks have submitted the same requests, as is usual.
             return list(own)
