@@ -570,7 +570,6 @@ class Strategy(OlderMethods):
             return self.collectives.reduce_in_call(op, value, "reduce", out=out)
         return value_reduction.reduce(self.replicas, reduce_op, value, axis, out)
 
-    @collective
     def gather(self, value: Tree, axis: int) -> Tree:
         """Concatenate the replicas' values along an axis, on every rank.
 
@@ -597,6 +596,18 @@ class Strategy(OlderMethods):
         CollectiveError
             If values of different ranks differ in another dimension. On every rank.
         """
+        if self.meetings is None and type(axis) is int:
+            entry = current()
+            if entry is None or (
+                entry.strategy is self and entry.replica_context is None
+            ):
+                result = self.collectives.repeat_gather("gather", axis, value)
+                if result is not None:
+                    return result
+        return self._gather(value, axis)
+
+    @collective
+    def _gather(self, value: Tree, axis: int) -> Tree:
         self._require_cross("gather")
         own = joined(self.replicas.parts(value), axis, "gather", self.local_replicas)
         return self._ranks.all_gather(own, axis, "gather")
@@ -752,7 +763,6 @@ class Strategy(OlderMethods):
         self.collectives.barrier(f"random({name!r}, seed={streams.seed})")
         return streams
 
-    @collective
     def barrier(self) -> None:
         """Wait for all replicas.
 

@@ -252,7 +252,6 @@ class ReplicaContext:
         op = ReduceOp.parse(reduce_op)
         return self.collectives.start_in_call(op, value, what, options, out=out)
 
-    @collective
     def all_gather(
         self, value: Tree, axis: int, options: CommunicationOptions | None = None
     ) -> Tree:
@@ -282,6 +281,15 @@ class ReplicaContext:
             If the replicas' values differ in another dimension. On every replica.
         """
         del options
+        entry = current()
+        if entry is not None and entry.replica_context is self and type(axis) is int:
+            result = self.collectives.repeat_gather("all_gather", axis, value)
+            if result is not None:
+                return result
+        return self._all_gather(value, axis)
+
+    @collective
+    def _all_gather(self, value: Tree, axis: int) -> Tree:
         self._require_current("all_gather")
         return self.collectives.all_gather(value, axis, "all_gather")
 

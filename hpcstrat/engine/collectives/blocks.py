@@ -51,8 +51,9 @@ class Blocks:
     # The first byte, and the end, of the values in this rank's stream for each other
     # rank that takes some; None if every rank takes the whole streams of all ranks.
     spans: Mapping[int, tuple[int, int]] | None
-    # The source and the result of the values that this rank takes from itself, if they
-    # may be the same memory; else (-1, -1).
+    # The source and the result of the values that this rank sends to itself, if they may
+    # be the same memory; else (-1, -1). If ``takes`` has no block of this rank, the
+    # whole array is copied.
     own: tuple[int, int] = (-1, -1)
     nbytes: int = field(init=False)
 
@@ -123,7 +124,8 @@ def sent_blocks(
     of int64. ``sources`` and ``results`` have the indices of this rank's arrays by the
     numbers of the other ranks.
     """
-    size = len(table)
+    size, keeps = len(table), bool(table[me, me])
+    table = np.where(np.eye(size, dtype=bool), 0, table)
     # Each stream begins with the part for the next rank, so that all ranks read at the
     # same time. In row ``a`` of ``ends``, column ``s`` is the end of the part for rank
     # ``a + 1 + s``.
@@ -150,6 +152,6 @@ def sent_blocks(
     puts = [
         Block(me, sources[to], low, 0, high - low) for to, (low, high) in spans.items()
     ]
-    own = (sources[me], results[me]) if table[me, me] else (-1, -1)
+    own = (sources[me], results[me]) if keeps else (-1, -1)
     streams = table.sum(axis=1).tolist()
     return Blocks(puts, takes, streams, spans, own)

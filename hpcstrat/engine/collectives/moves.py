@@ -62,7 +62,7 @@ class MovePlan:
         self.call, self.results = call, list(results)
         self._blocks, self._channel, self._allocate = blocks, channel, allocate
         self._puts = blocks.puts
-        self._takes = blocks.takes
+        self._takes, self._me = blocks.takes, channel.topology.replica_id
         self._carried: _Carried | None = None
         self._kernel: KernelCall | None = None
         likes = [np.broadcast_to(np.empty((), d), s) for s, d in sources]
@@ -168,6 +168,9 @@ class MovePlan:
         else:
             yield HEADER
             self._by_messages(own, targets)
+        source, result = blocks.own
+        if source >= 0 and not any(b.rank == self._me for b in self._takes):
+            octets[result][...] = _octets(flats[source])
         for block, target in zip(self._takes, targets, strict=True):
             if block.count > 1:
                 _rows(octets[block.array], block)[...] = target.reshape(block.count, -1)
@@ -178,7 +181,7 @@ class MovePlan:
     def _in_memory(self, own: Array, targets: list[Array]) -> WaitSteps:
         """Copy the streams through the memory of one worker."""
         channel = self._channel
-        me, octets = channel.topology.replica_id, channel.rings.of(np.dtype(np.uint8))
+        me, octets = self._me, channel.rings.of(np.dtype(np.uint8))
         columns = channel.topology.slot_bytes
 
         def put(piece: slice, place: int) -> None:
@@ -227,16 +230,11 @@ class MovePlan:
         else:
             sends = dict[int, Array]()
             for rank, (low, high) in blocks.spans.items():
-                if rank == comm.rank:
-                    came[rank], first[rank] = own[low:high], low
-                else:
-                    sends[rank] = own[low:high]
+                sends[rank] = own[low:high]
             for block in self._takes:
-                if block.rank != comm.rank:
-                    came[block.rank] = np.empty(block.nbytes, np.uint8)
-                    first[block.rank] = block.offset
-            others = {r: array for r, array in came.items() if r != comm.rank}
-            comm.exchange(sends, others, _TAG)
+                came[block.rank] = np.empty(block.nbytes, np.uint8)
+                first[block.rank] = block.offset
+            comm.exchange(sends, came, _TAG)
         for block, target in zip(self._takes, targets, strict=True):
             low = block.offset - first[block.rank]
             target[...] = came[block.rank][low : low + target.size]

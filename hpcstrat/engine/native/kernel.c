@@ -264,7 +264,7 @@ struct sum {
      * takes from the ranks' streams, the index of the source and of the result of the values that
      * it takes from itself (or -1), and the bytes of the streams put and taken so far. */
     block *puts, *takes;
-    int num_puts, num_takes, own_source, own_result;
+    int num_puts, num_takes, own_source, own_result, own_taken;
     size_t put, taken;
     /* Rank 0's place of this piece, and of the next; the places of the other ranks follow at
      * multiples of `stride`. */
@@ -506,6 +506,10 @@ static void take_blocks(sum *s) {
         if (b->rank == s->kernel->rank && here) continue;
         copy_block(s, b, s->entries[b->array].target, at(s, b->rank, s->place), s->taken, 1);
     }
+    /* What a rank sends only to itself is not in its stream. */
+    if (!s->taken && s->own_source >= 0 && !s->own_taken && !here)
+        copy(s->entries[s->own_result].target, s->entries[s->own_source].source,
+             s->entries[s->own_source].count, s->form & STREAM_RESULTS);
     s->taken += s->piece;
     if (s->form & STREAM_RESULTS) FENCE();
 }
@@ -1140,6 +1144,11 @@ static PyObject *make_move(PyObject *Py_UNUSED(module), PyObject *args) {
         s->entries[i].array = (int)i;
         if (i < (size_t)num_arrays) s->entries[i].count = bytes_of(likes, (Py_ssize_t)i);
         if (i < (size_t)num_results) s->entries[i].written = bytes_of(result_likes, (Py_ssize_t)i);
+    }
+    for (int i = 0; i < s->num_takes; i++) s->own_taken |= s->takes[i].rank == k->rank;
+    if (own_source >= 0 && s->entries[own_source].count != s->entries[own_result].written) {
+        Py_DECREF(self);
+        return PyErr_Format(PyExc_ValueError, "expected own arrays of equal sizes");
     }
     place_pieces(s, s->nbytes);
     return self;

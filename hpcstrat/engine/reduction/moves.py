@@ -108,9 +108,11 @@ class Moves:
         kernel = getattr(channel, "kernel", None)
         # Repeat earlier calls in the compiled kernel, or return None.
         none: Callable[..., Any] = lambda *_: None  # noqa: E731
-        self.repeat_gather = none if kernel is None else kernel.repeater()
+        self._repeat_gather = none if kernel is None else kernel.repeater()
         self._repeat_broadcast = none if kernel is None else kernel.repeater()
         self._repeat_into = none if kernel is None else kernel.repeater()
+        # The arrays of a barrier.
+        self._nothing: list[Array] = []
 
     def close(self) -> None:
         """Forget the plans, which hold shared memory."""
@@ -128,12 +130,16 @@ class Moves:
         every replica if the replicas disagree on dtype, number of dimensions, or a
         dimension other than ``axis``.
         """
-        found = self._repeated(self.repeat_gather, what, axis, tree, None)
+        found = self.repeat_gather(what, axis, tree)
         return self._all_gather(tree, axis, what) if found is None else found
+
+    def repeat_gather(self, what: str, axis: int, tree: Tree) -> Any:
+        """Make an earlier `all_gather` again in the kernel; else return None."""
+        return self._repeated(self._repeat_gather, what, axis, tree, None)
 
     @collective
     def _all_gather(self, tree: Tree, axis: int, what: str) -> Tree:
-        found = self._repeated(self.repeat_gather, what, axis, tree, None, True)
+        found = self._repeated(self._repeat_gather, what, axis, tree, None, True)
         if found is not None:
             return found
         leaves, structure = flatten(tree)
@@ -149,7 +155,7 @@ class Moves:
             if some and is_device(some[0]):
                 results: Sequence[Array] = self._concatenated_on_gpus(some, axis, call)
             else:
-                kept = self.repeat_gather, what, axis, tree
+                kept = self._repeat_gather, what, axis, tree
                 results = self._concatenated(some, axis, call, kept)
             for index, result in zip(indices, results, strict=True):
                 leaves[index] = result
@@ -213,6 +219,21 @@ class Moves:
             for index, result in zip(indices, results, strict=True):
                 leaves[index] = result
         return unflatten(structure, leaves)
+
+    def barrier(self) -> None:
+        """Wait for all replicas."""
+        given = "barrier", None, self._nothing, self._nothing
+        if self._repeated(self._repeat_into, *given) is None:
+            self._barrier("barrier")
+
+    @collective
+    def _barrier(self, what: str) -> None:
+        given = what, None, self._nothing, self._nothing
+        if self._alone() or self._repeated(self._repeat_into, *given, True) is not None:
+            return
+        blocks = Blocks([], [], [0] * self._size, None)
+        kept = self._repeat_into, what, None, self._nothing
+        self._move_known(describe_call(what), [], [], blocks, None, kept)
 
     # Calls that write into arrays of the caller, which are contiguous, in host memory.
 

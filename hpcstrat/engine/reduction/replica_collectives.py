@@ -37,6 +37,7 @@ class Collectives(ObjectCollectives):
         # Methods of other objects, bound here so that a call needs no extra lookup.
         self.all_gather = moves.all_gather
         self.broadcast = moves.broadcast
+        self.repeat_gather = moves.repeat_gather
         self.batch_reduce = self._reductions.batch_reduce
         self.reduce_in_call = self._reductions.reduce_in_call
         self.repeat = self._reductions.repeat
@@ -51,6 +52,13 @@ class Collectives(ObjectCollectives):
             options = CommunicationOptions(timeout_seconds=self.timeout_seconds)
             self._by_others[ops] = Reductions(self.moves, ops, options)
         return self._by_others[ops]
+
+    def barrier(self, what: str = "barrier") -> None:
+        """Wait for all replicas; collective over ``topology.replica_comm``."""
+        if what == "barrier":
+            self.moves.barrier()
+        else:
+            super().barrier(what)
 
     def use_mapped_memory(self, areas: MappedMemory) -> None:
         """Use ``areas`` in later sums; all ranks must call this at the same point."""
