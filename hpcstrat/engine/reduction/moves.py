@@ -409,7 +409,9 @@ class Moves:
         for parts in (sends, receives):
             own.append(tuple((r, p.size, str(p.dtype)) for r, p in parts.items()))
         if self.collectives.channel is None:
-            _check_sent([(*own, "")])
+            text = _check_sent([(*own, "")])
+            if text:
+                raise CollectiveError(text)
             for rank, part in receives.items():
                 part[...] = sends[rank].reshape(part.shape).copy()
             return
@@ -458,8 +460,8 @@ class Moves:
     def _combine(self, function: np.ufunc, array: Array, what: str) -> None:
         _check_function(function, array, what)
         parts = self._cut(array)
-        own = parts[self._rank]
-        self.reduce_scatter(function, parts, own, what)
+        own, call = parts[self._rank], _call(what, array)
+        self._scatter(function, parts, own, call)
         self.all_gather_into(own, parts, f"all_gather of {what}")
 
     def reduce_to(
@@ -488,7 +490,7 @@ class Moves:
             return
         parts = self._cut(array)
         own, text = np.empty_like(parts[self._rank]), f"{what}(root={root})"
-        self.reduce_scatter(function, parts, own, text, divisor=divisor)
+        self._scatter(function, parts, own, _call(text, array), divisor)
         # Other ranks do not send empty parts, which the root does not receive either.
         receives = {r: p for r, p in enumerate(parts) if p.size and self._rank == root}
         sends = {root: own} if own.size else {}
@@ -523,10 +525,21 @@ class Moves:
             if rank != self._rank or part.ctypes.data != flat.ctypes.data
         ):
             flats = [part.copy() for part in flats]
-        call = _call(what, parts[0], flats)
-        if not self._alone(flats[self._rank], flat):
+        self._scatter(function, flats, flat, _call(what, parts[0], flats), divisor)
+
+    def _scatter(
+        self,
+        function: np.ufunc,
+        parts: list[Array],
+        result: Array,
+        call: Call,
+        divisor: int = 0,
+    ) -> None:
+        if not self._alone(parts[self._rank], result):
             channel: Any = self.collectives.channel
-            steps = reduce_scatter(flats, flat, function, call, channel, divisor=divisor)
+            steps = reduce_scatter(
+                parts, result, function, call, channel, divisor=divisor
+            )
             channel.drive(steps, call, self.collectives.timeout_seconds)
 
     # The one way of all calls that move arrays in host memory.

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcstrat.engine.reduction.exchanges import Exchanges
 from tests.mpi.ranks.promised import (
     FLOATS,
     assert_promised,
@@ -33,21 +32,21 @@ def _wanted(terms: list[Any], function: np.ufunc) -> Any:
 def test_values_are_combined_in_replica_order(
     strategy: Any, job: Any, function: np.ufunc
 ) -> None:
-    exchanges = Exchanges(strategy.collectives)
+    moves = strategy.collectives.moves
     for length in LENGTHS:
         for dtype in FLOATS if length < 100_000 else FLOATS[:1]:
             terms = random_terms(length, job.size, length * job.size, dtype)
             total = _wanted(terms, function)
             parts = np.split(terms[job.rank], job.size)
             part = np.empty(length, dtype)
-            exchanges.reduce_scatter(function, parts, part, "scatter")
+            moves.reduce_scatter(function, parts, part, "scatter")
             own = np.split(total, job.size)[job.rank]
             pairs = [(part, own)]
             whole = terms[job.rank].copy()
-            exchanges.combine(function, whole, "combine")
+            moves.combine(function, whole, "combine")
             pairs.append((whole, total))
             root, on_root = length % job.size, terms[job.rank].copy()
-            exchanges.reduce_to(function, on_root, root, "reduce")
+            moves.reduce_to(function, on_root, root, "reduce")
             if job.rank == root:
                 pairs.append((on_root, total))
             name = f"{function.__name__} by reduce_scatter of parts"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.engine.reduction import gathers
+from hpcstrat.engine.collectives.moves import MovePlan
 from tests.mpi.ranks.outcomes import (
     assert_only_one_failed,
     assert_same_bits,
@@ -226,8 +226,9 @@ def test_broadcasts_that_differ_are_a_mismatch(strategy: Any, job: Any) -> None:
     assert_usable(strategy, job)
 
 
+@pytest.mark.parametrize("more", [0, 1], ids=["equal lengths", "unequal lengths"])
 def test_gather_for_which_one_rank_has_no_memory(
-    strategy: Any, job: Any, monkeypatch: Any
+    strategy: Any, job: Any, monkeypatch: Any, more: int
 ) -> None:
     if job.size == 1:
         return
@@ -238,8 +239,9 @@ def test_gather_for_which_one_rank_has_no_memory(
 
     with monkeypatch.context() as patch:
         if job.rank == faulty:
-            patch.setattr(gathers.np, "ascontiguousarray", no_memory)
-        error = outcome(strategy.gather, np.ones((2, 3)), 0)
+            patch.setattr(MovePlan, "_new", no_memory)
+        rows = np.ones((2000 + more * job.rank, 3))
+        error = outcome(strategy.gather, rows, 0)
     assert_only_one_failed(error, MemoryError, faulty, job)
     assert_usable(strategy, job)
 
