@@ -266,6 +266,10 @@ struct sum {
     block *puts, *takes;
     int num_puts, num_takes, own_source, own_result, own_taken;
     size_t put, taken;
+    /* For a call that combines parts, see `Scatter`: the type of the parts, and the number of
+     * elements of the longest part. `put`, `taken` and `piece` then count elements. */
+    const type *of;
+    size_t longest;
     /* Rank 0's place of this piece, and of the next; the places of the other ranks follow at
      * multiples of `stride`. */
     char *place, *after;
@@ -292,7 +296,7 @@ struct sum {
 static char *take(sum *s) {
     kernel *k = s->kernel;
     enum { PLACES = 4 };
-    int stays = s->nbytes > s->piece && PLACES * s->place_bytes <= k->slot;
+    int stays = (s->of ? s->longest : s->nbytes) > s->piece && PLACES * s->place_bytes <= k->slot;
     size_t size = stays ? PLACES * s->place_bytes : s->place_bytes, turn = s->turn++ % PLACES;
     if (stays && s->turn > 1) return s->first + turn * s->place_bytes;
     size_t start = (k->next + size - 1) / size * size;
@@ -337,9 +341,14 @@ static size_t run_of(const sum *s, cursor *c, size_t *used, const type **of) {
 }
 
 static void put_blocks(sum *s, char *place);
+static void put_parts(sum *s, char *place);
 
 /* Copy the next piece of this rank's values into its place. */
 static void lay_out(sum *s, char *place) {
+    if (s->of) {
+        put_parts(s, place);
+        return;
+    }
     if (s->takes) {
         put_blocks(s, place);
         return;
@@ -514,8 +523,61 @@ static void take_blocks(sum *s) {
     if (s->form & STREAM_RESULTS) FENCE();
 }
 
+/* Copy the next piece of the parts for all other ranks into this rank's place: first the part for
+ * the next rank. */
+static void put_parts(sum *s, char *place) {
+    int rank = s->kernel->rank, size = s->kernel->size;
+    size_t each = s->piece * s->of->size;
+    char *own = at(s, rank, place);
+    for (int shift = 1; shift < size; shift++, own += each) {
+        const entry *part = s->entries + (rank + shift) % size;
+        if (part->count <= s->put) continue;
+        size_t count = part->count - s->put < s->piece ? part->count - s->put : s->piece;
+        copy(own, part->source + s->put * s->of->size, count * s->of->size,
+             s->form & STREAM_PLACES);
+    }
+    s->put += s->piece;
+    if (s->form & STREAM_PLACES) FENCE();
+}
+
+/* Add the next piece of this rank's part over all ranks, in rank order. */
+static void add_parts(sum *s) {
+    const type *of = s->of;
+    int me = s->kernel->rank, size = s->kernel->size;
+    _Alignas(LINE) char total[CHUNK], widened[CHUNK];
+    const entry *part = s->entries + me;
+    size_t end = s->taken + s->piece < part->count ? s->taken + s->piece : part->count;
+    const size_t most = CHUNK / of->wide;
+    for (size_t i = s->taken, count; i < end; i += count) {
+        count = end - i < most ? end - i : most;
+        const char *first = NULL;
+        for (int rank = 0; rank < size; rank++) {
+            const char *term = part->source + i * of->size;
+            if (rank != me)
+                term = at(s, rank, s->place) + (i - s->taken) * of->size +
+                       (size_t)((me - rank + size) % size - 1) * s->piece * of->size;
+            if (of->widen) {
+                of->widen(rank ? widened : total, term, count);
+                term = rank ? widened : total;
+            }
+            if (rank)
+                of->combine(total, first, term, count);
+            first = rank ? total : term;
+        }
+        if (s->divisor > 0) of->divide(total, count, s->divisor);
+        if (of->narrow)
+            of->narrow(s->entries->target + i * of->result, total, count);
+        else
+            copy(s->entries->target + i * of->size, total, count * of->size,
+                 s->form & STREAM_RESULTS);
+    }
+    s->taken += s->piece;
+    if (s->form & STREAM_RESULTS) FENCE();
+}
+
 /* Return whether there are pieces that have not been copied into a place. */
 static int has_more(const sum *s) {
+    if (s->of) return s->put < s->longest;
     if (s->takes) return s->put < s->nbytes;
     cursor probe = s->laid;
     const type *of;
@@ -588,12 +650,14 @@ static int advance(sum *s, long looks) {
             post(k, 0, s->digest ^ k->next, 0);
         } else {
             if (s->follows) post(k, 0, s->digest ^ k->next, 0);
-            if (s->takes)
+            if (s->of)
+                add_parts(s);
+            else if (s->takes)
                 take_blocks(s);
             else
                 add_piece(s);
         }
-        s->lap += s->piece;
+        s->lap += s->of ? s->piece * s->of->size * (size_t)k->size : s->piece;
         if (!s->scattered && !s->follows) break;
         if (s->follows && s->lap >= LONG_FROM && trials_of(s)) {
             end_lap(s);
@@ -626,7 +690,7 @@ static int find(sum *s, PyObject *values, int writes) {
     int count = writes ? s->num_results : s->num_arrays;
     if (PyList_CheckExact(values) ? PyList_Size(values) != count : count != 1) return 0;
     int flags = writes ? NPY_ARRAY_CARRAY : NPY_ARRAY_CARRAY_RO;
-    if (s->takes) flags &= ~NPY_ARRAY_ALIGNED;
+    if (s->takes && !s->of) flags &= ~NPY_ARRAY_ALIGNED;
     PyObject *likes = writes ? s->result_likes : s->likes;
     s->number += !writes;
     for (int i = 0; i < count; i++) {
@@ -685,11 +749,11 @@ static int lie_apart(const sum *s) {
     }
     for (int i = 0; s->takes && i < s->num_arrays; i++) {
         uintptr_t source = (uintptr_t)s->entries[i].source;
+        size_t nbytes = s->entries[i].count * (s->of ? s->of->size : 1);
         if (i == s->own_source && s->entries[i].source == s->entries[s->own_result].target &&
-            s->entries[i].count == s->entries[s->own_result].written)
+            nbytes == s->entries[s->own_result].written)
             continue;
-        if (s->entries[i].count)
-            extents[found++] = (extent){source, source + s->entries[i].count, 0};
+        if (nbytes) extents[found++] = (extent){source, source + nbytes, 0};
     }
     qsort(extents, found, sizeof *extents, compare_extents);
     /* The highest end of the extents before this one, and of the written extents among them. */
@@ -1012,10 +1076,10 @@ static int holds_arrays(PyObject *list, Py_ssize_t count) {
 
 static PyObject *kernel_type, *sum_type;
 
-/* Choose the size of the places for pieces of at most `used` bytes. */
-static void place_pieces(sum *s, size_t used) {
+/* Choose the size of the places for pieces of `piece` bytes, of a call of `used` bytes. */
+static void place_pieces(sum *s, size_t used, size_t piece) {
     kernel *k = s->kernel;
-    size_t most = power_of_two(s->piece);
+    size_t most = power_of_two(piece);
     if (most > k->slot) most = k->slot;
     /* If a call has a single piece, its place is only as large as it needs. */
     s->place_bytes = power_of_two(used) < most ? power_of_two(used) : most;
@@ -1063,7 +1127,7 @@ static int sum_init(PyObject *self, PyObject *args, PyObject *Py_UNUSED(names)) 
     hold(s, k, likes, result_likes, call, allocate, digest);
     sort(s, codes);
     /* The end of each run may leave a part of a cache line unused. */
-    place_pieces(s, s->nbytes + LINE * (size_t)s->num_buckets);
+    place_pieces(s, s->nbytes + LINE * (size_t)s->num_buckets, s->piece);
     return 0;
 }
 
@@ -1150,7 +1214,53 @@ static PyObject *make_move(PyObject *Py_UNUSED(module), PyObject *args) {
         Py_DECREF(self);
         return PyErr_Format(PyExc_ValueError, "expected own arrays of equal sizes");
     }
-    place_pieces(s, s->nbytes);
+    place_pieces(s, s->nbytes, s->piece);
+    return self;
+}
+
+/* scatter(kernel, code, likes, result_like, columns, divisor, call, digest): return an object like a
+ * Sum for calls in which each rank adds its part over all ranks; `likes` has the parts for all
+ * ranks, and `columns` is the number of elements of each part in a piece. */
+static PyObject *make_scatter(PyObject *Py_UNUSED(module), PyObject *args) {
+    PyObject *owner, *likes, *result_likes, *call;
+    Py_ssize_t columns;
+    unsigned long long digest;
+    double divisor;
+    int code;
+    if (!PyArg_ParseTuple(args, "O!iO!O!ndOK", kernel_type, &owner, &code, &PyList_Type, &likes,
+                          &PyList_Type, &result_likes, &columns, &divisor, &call, &digest))
+        return NULL;
+    kernel *k = (kernel *)owner;
+    int good = code >= 0 && code < NUM_TYPES && columns > 0 && holds_arrays(likes, k->size) &&
+               holds_arrays(result_likes, 1);
+    size_t size = good ? TYPES[code].size : 1, longest = 0;
+    good = good && (size_t)columns <= k->slot / size / (size_t)k->size && TYPES[code].result == size;
+    for (int i = 0; good && i < k->size; i++) {
+        size_t nbytes = bytes_of(likes, i);
+        good = nbytes % size == 0 && (i != k->rank || nbytes == bytes_of(result_likes, 0));
+        longest = nbytes / size > longest ? nbytes / size : longest;
+    }
+    if (!good) return PyErr_Format(PyExc_ValueError, "expected a part for each rank, and a result");
+    PyObject *self = PyType_GenericNew((PyTypeObject *)sum_type, NULL, NULL);
+    if (!self) return NULL;
+    sum *s = (sum *)self;
+    hold(s, k, likes, result_likes, call, Py_None, digest);
+    s->num_arrays = k->size, s->num_results = 1, s->divisor = divisor;
+    s->of = TYPES + code, s->longest = longest, s->piece = (size_t)columns;
+    s->nbytes = longest * size * (size_t)k->size;
+    s->own_source = k->rank, s->own_result = 0;
+    s->entries = PyMem_Calloc((size_t)k->size, sizeof *s->entries);
+    s->takes = PyMem_Calloc(1, sizeof *s->takes);
+    if (!s->entries || !s->takes) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
+    for (int i = 0; i < k->size; i++)
+        s->entries[i].array = i, s->entries[i].count = bytes_of(likes, i) / size;
+    s->entries->written = bytes_of(result_likes, 0);
+    if (longest < s->piece) s->piece = longest + !longest;
+    size_t piece = s->piece * size * (size_t)k->size;
+    place_pieces(s, piece, piece);
     return self;
 }
 
@@ -1270,6 +1380,7 @@ static PyType_Spec sum_spec = {"hpcstrat.engine.native.kernel.Sum", sizeof(sum),
 
 static PyMethodDef functions[] = {
     {"move", make_move, METH_VARARGS, NULL},
+    {"scatter", make_scatter, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef module = {

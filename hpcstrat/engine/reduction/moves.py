@@ -31,8 +31,10 @@ from hpcstrat.engine.collectives.blocks import (
     gathered_blocks,
     sent_blocks,
 )
+from hpcstrat.engine.collectives.kernel_call import KernelCall, cached_piece_bytes
 from hpcstrat.engine.collectives.moves import MovePlan
 from hpcstrat.engine.collectives.parts import reduce_scatter
+from hpcstrat.engine.native import load, type_codes
 from hpcstrat.engine.reduction.object_collectives import ObjectCollectives
 from hpcstrat.engine.reduction.reduction_arrays import by_memory, list_structure
 from hpcstrat.engine.tree import flatten, unflatten
@@ -104,6 +106,7 @@ class Moves:
         channel: Any = collectives.channel
         self._rank: int = 0 if channel is None else channel.topology.replica_id
         self._kinds: dict[Hashable, _Kind] = {}
+        self._scatters: dict[Hashable, KernelCall] = {}
         self._recycler = Recycler()
         kernel = getattr(channel, "kernel", None)
         # Repeat earlier calls in the compiled kernel, or return None.
@@ -117,6 +120,7 @@ class Moves:
     def close(self) -> None:
         """Forget the plans, which hold shared memory."""
         self._kinds.clear()
+        self._scatters.clear()
 
     # Calls that return new arrays.
 
@@ -501,7 +505,6 @@ class Moves:
         bounds = [flat.size * number // size for number in range(size + 1)]
         return [flat[bounds[n] : bounds[n + 1]] for n in range(size)]
 
-    @collective
     def reduce_scatter(
         self,
         function: np.ufunc,
@@ -516,16 +519,73 @@ class Moves:
         The ``parts`` have one dtype, but may have different sizes. ``result`` receives
         this replica's part of the results; it may be the memory of this part itself.
         """
+        parts = list(parts)
+        name, outs = (function.__name__, divisor), [result]
+        if self._repeated(self._repeat_into, what, name, parts, outs) is None:
+            self._reduce_scatter(function, parts, result, what, divisor)
+
+    @collective
+    def _reduce_scatter(
+        self,
+        function: np.ufunc,
+        parts: list[Array],
+        result: Array,
+        what: str,
+        divisor: int,
+    ) -> None:
+        name = function.__name__, divisor
+        given = what, name, parts, [result]
+        if self._repeated(self._repeat_into, *given, True) is not None:
+            return
         _check_function(function, result, what)
         self._check_parts(parts, result, self._rank)
         flat, flats = _flat(result), [_flat(part) for part in parts]
+        call = _call(what, parts[0], flats)
+        kernel_call = self._kernel_scatter(function, parts, result, call, divisor)
+        if kernel_call is not None:
+            seconds = self.collectives.timeout_seconds
+            kernel_call.keep(self._repeat_into, what, (name,), True, seconds)
+            if kernel_call.repeat(parts, [result], seconds) is not None:
+                return
         if any(
             np.may_share_memory(flat, part)
             for rank, part in enumerate(flats)
             if rank != self._rank or part.ctypes.data != flat.ctypes.data
         ):
             flats = [part.copy() for part in flats]
-        self._scatter(function, flats, flat, _call(what, parts[0], flats), divisor)
+        self._scatter(function, flats, flat, call, divisor)
+
+    def _kernel_scatter(
+        self,
+        function: np.ufunc,
+        parts: Sequence[Array],
+        result: Array,
+        call: Call,
+        divisor: int,
+    ) -> KernelCall | None:
+        """Return the call of a reduce-scatter by the kernel; None if it cannot make it.
+
+        Its sums have the same bits as those of `reduce_scatter`.
+        """
+        channel: Any = self.collectives.channel
+        if channel is None or channel.kernel is None or channel.wire is not None:
+            return None
+        codes = type_codes([result.dtype], "SUM") if function is np.add else None
+        if codes is None or (divisor and result.dtype.kind not in "fc"):
+            return None
+        key = call, divisor, tuple(a.shape for a in (*parts, result))
+        found = self._scatters.get(key)
+        if found is None:
+            likes = [np.broadcast_to(np.empty((), a.dtype), a.shape) for a in parts]
+            like = np.broadcast_to(np.empty((), result.dtype), result.shape)
+            piece_bytes = cached_piece_bytes(channel.topology.slot_bytes, channel.topology)
+            columns = piece_bytes // (result.itemsize * self._size)
+            how = columns, divisor, call, call.digest
+            one = load().scatter(channel.kernel, codes[0], likes, [like], *how)
+            if len(self._scatters) >= _MOST_KINDS:
+                self._scatters.clear()
+            found = self._scatters[key] = KernelCall(channel, call, one, None)
+        return found
 
     def _scatter(
         self,
