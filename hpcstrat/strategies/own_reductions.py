@@ -16,7 +16,7 @@ from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.context import push
 from hpcstrat.engine.options import CommunicationOptions, ReduceOp
 from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
-from hpcstrat.engine.reduction.reductions import repeat_nothing
+from hpcstrat.engine.reduction.moves import repeat_nothing
 from hpcstrat.engine.reduction.replica_collectives import Collectives
 from hpcstrat.engine.tree import flatten, unflatten
 from hpcstrat.engine.typing import Tree

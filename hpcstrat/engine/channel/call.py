@@ -28,8 +28,8 @@ class Call:
     nbytes: int = 0
     # The name of the algorithm, if there are several; for timelines.
     how: str = ""
-    # A hash of the arrays' lengths on all ranks, as this rank knows them from earlier
-    # calls, which is combined with ``digest``; 0 if it knows none, or if they are equal.
+    # A hash of the arrays' lengths on all ranks, as this rank expects them, which is
+    # combined with ``digest``; 0 if it expects none.
     lengths: int = 0
 
     def with_lengths(self, lengths: Any) -> Call:

@@ -19,7 +19,7 @@ __all__ = ["Block", "Blocks", "broadcast_blocks", "gathered_blocks", "sent_block
 class Block(NamedTuple):
     """Bytes of an array, and their position in a rank's stream.
 
-    The array has ``count`` chunks of ``chunk`` bytes, which begin at multiples of
+    The array has ``num_chunks`` chunks of ``chunk`` bytes, which begin at multiples of
     ``stride`` bytes from byte ``at`` on. In the stream, they are adjacent.
     """
 
@@ -31,13 +31,13 @@ class Block(NamedTuple):
     offset: int
     at: int
     chunk: int
-    count: int = 1
+    num_chunks: int = 1
     stride: int = 0
 
     @property
     def nbytes(self) -> int:
         """The size of the block in bytes."""
-        return self.chunk * self.count
+        return self.chunk * self.num_chunks
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Blocks:
     # The first byte, and the end, of the values in this rank's stream for each other
     # rank that takes some; None if every rank takes the whole streams of all ranks.
     spans: Mapping[int, tuple[int, int]] | None
-    # The source and the result of the values that this rank sends to itself, if they may
-    # be the same memory; else (-1, -1). If ``takes`` has no block of this rank, the
-    # whole array is copied.
+    # The source and the result of the values that this rank sends to itself, if they
+    # may be the same memory; else (-1, -1). If ``takes`` has no block of this rank,
+    # the whole array is copied.
     own: tuple[int, int] = (-1, -1)
     nbytes: int = field(init=False)
 

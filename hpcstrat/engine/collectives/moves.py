@@ -45,7 +45,7 @@ _Kind = tuple[tuple[int, ...], np.dtype[Any]]
 class MovePlan:
     """The plan of a call that moves data; the same on every rank but for its blocks.
 
-    ``sources`` and ``results`` are the shapes and dtypes of this rank's arrays.
+    ``kinds`` are the shapes and dtypes of this rank's arrays, and of its results.
     ``allocate`` makes new arrays for the results. `run`, `repeat` and `steps` are
     collective over ``topology.replica_comm``.
     """
@@ -54,11 +54,11 @@ class MovePlan:
         self,
         call: Call,
         blocks: Blocks,
-        sources: Sequence[_Kind],
-        results: Sequence[_Kind],
+        kinds: tuple[Sequence[_Kind], Sequence[_Kind]],
         channel: Channel,
         allocate: Any,
     ) -> None:
+        sources, results = kinds
         self.call, self.results = call, list(results)
         self._blocks, self._channel, self._allocate = blocks, channel, allocate
         self._puts = blocks.puts
@@ -69,7 +69,7 @@ class MovePlan:
         result_likes = [np.broadcast_to(np.empty((), d), s) for s, d in results]
         kernel, wire, sent = channel.kernel, channel.wire, None
         piece_bytes = cached_piece_bytes(channel.topology.slot_bytes, channel.topology)
-        ranks = range(channel.topology.num_replicas)
+        ranks = list(range(channel.topology.num_replicas))
         if wire is not None:
             self._carried = _Carried.make(blocks, channel)
             one_each = all(index == 0 for _, index in wire.where)
@@ -168,12 +168,14 @@ class MovePlan:
         else:
             yield HEADER
             self._by_messages(own, targets)
-        source, result = blocks.own
-        if source >= 0 and not any(b.rank == self._me for b in self._takes):
-            octets[result][...] = _octets(flats[source])
+        i, j = blocks.own
+        if i >= 0 and not any(b.rank == self._me for b in self._takes):
+            octets[j][...] = _octets(flats[i])
         for block, target in zip(self._takes, targets, strict=True):
-            if block.count > 1:
-                _rows(octets[block.array], block)[...] = target.reshape(block.count, -1)
+            if block.num_chunks > 1:
+                _rows(octets[block.array], block)[...] = target.reshape(
+                    block.num_chunks, -1
+                )
         for array, result in zip(into, results, strict=True):
             if array is not result:
                 result[...] = array
@@ -218,7 +220,9 @@ class MovePlan:
             senders = [rank for rank, size in enumerate(sizes) if size]
             if len(senders) == 1:
                 [root] = senders
-                came[root] = own if comm.rank == root else np.empty(sizes[root], np.uint8)
+                came[root] = (
+                    own if comm.rank == root else np.empty(sizes[root], np.uint8)
+                )
                 comm.cast_array(came[root], root)
             elif senders:
                 whole = np.empty(sum(sizes), np.uint8)
@@ -288,7 +292,9 @@ class _Carried(HeaderBlocks):
         self._row_bytes, self._alone = row_bytes, wire.alone
         self._index = channel.topology.worker_comm.rank
         # This worker's streams; only on its first rank.
-        self._own = self.in_order[wire.worker] if self.in_order else np.empty(0, np.uint8)
+        self._own = (
+            self.in_order[wire.worker] if self.in_order else np.empty(0, np.uint8)
+        )
         self._place = self._channel.rings.of(np.dtype(np.uint8))[:, :0]
 
     @classmethod
@@ -327,13 +333,13 @@ class _Carried(HeaderBlocks):
             target[...] = rows[worker][low : low + target.size]
 
     def gather(self) -> None:
-        """Write the streams of this worker's ranks behind the header of its message."""
+        """Write the streams of this worker's ranks behind the header of a message."""
         for index, row in enumerate(() if self._alone else self._place):
             low = index * self._row_bytes
             self._own[low : low + self._row_bytes] = row[: self._row_bytes]
 
     def finish(self) -> None:
-        """Copy the streams of all workers into the place of this worker's first rank."""
+        """Copy all workers' streams into the place of this worker's first rank."""
         for number, rows in enumerate(() if self._alone else self.in_order):
             self._place[0, number * self.nbytes :][: self.nbytes] = rows
 
@@ -360,26 +366,25 @@ def _same(one: Array, other: Array) -> bool:
 def _rows(octets: Array, block: Block) -> Array:
     """Return the bytes of a block in its array, one row for each chunk."""
     flat = octets[block.at :]
-    shape, strides = (block.count, block.chunk), (block.stride, 1)
+    shape, strides = (block.num_chunks, block.chunk), (block.stride, 1)
     return np.lib.stride_tricks.as_strided(flat, shape, strides)
 
 
 def _stream(octets: Sequence[Array], puts: Sequence[Block]) -> Array:
     """Return a rank's stream: a view of its array if possible, else a copy."""
-    if len(puts) == 1 and puts[0].count == 1:
+    if len(puts) == 1 and puts[0].num_chunks == 1:
         block = puts[0]
         return octets[block.array][block.at : block.at + block.chunk]
     size = max((b.offset + b.nbytes for b in puts), default=0)
     stream = np.empty(size, np.uint8)
     for block in puts:
         part = stream[block.offset : block.offset + block.nbytes]
-        part.reshape(block.count, -1)[...] = _rows(octets[block.array], block)
+        part.reshape(block.num_chunks, -1)[...] = _rows(octets[block.array], block)
     return stream
 
 
 def _target(octets: Array, block: Block) -> Array:
     """Return memory for a block: of the result if its bytes are adjacent, else new."""
-    if block.count == 1:
+    if block.num_chunks == 1:
         return octets[block.at : block.at + block.chunk]
     return np.empty(block.nbytes, np.uint8)
-

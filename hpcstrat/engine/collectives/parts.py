@@ -125,4 +125,3 @@ def _scatter_messages(
 
 def _pieces(length: int, columns: int) -> list[slice]:
     return [slice(start, start + columns) for start in range(0, length, columns)]
-

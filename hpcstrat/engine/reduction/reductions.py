@@ -19,7 +19,7 @@ from hpcstrat.engine.collectives.mapped_memory import MappedMemory
 from hpcstrat.engine.collectives.plan import Plan
 from hpcstrat.engine.options import CommunicationOptions, ReduceOp
 from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
-from hpcstrat.engine.reduction.moves import Moves
+from hpcstrat.engine.reduction.moves import Moves, repeat_nothing
 from hpcstrat.engine.reduction.reduction_arrays import (
     all_plain,
     by_memory,
@@ -35,7 +35,7 @@ from hpcstrat.engine.typing import Array, Tree
 if TYPE_CHECKING:
     from hpcstrat.engine.gpu.transports.device_group import DeviceGroup
 
-__all__ = ["Reductions", "repeat_nothing"]
+__all__ = ["Reductions"]
 
 _MOST_PLANS = 1024
 # The size in bytes of a call whose values are too large for a header.
@@ -43,12 +43,6 @@ _LARGE_BYTES = 1 << 20
 
 # Operation, name of the call, and tree structure; structure None for a single array.
 _Request = tuple[ReduceOp, str, Any]
-
-
-def repeat_nothing(
-    what: str, op: Any, value: Any, out: Any, nested: bool = False
-) -> Any:
-    """Return None, so that every call is made by Python code, not by the kernel."""
 
 
 class Reductions:
@@ -336,9 +330,7 @@ class Reductions:
     @without_fp_warnings
     def _reduce_rows(self, op: ReduceOp, rows: IndexedSlices, what: str) -> Any:
         label = f"{what}({op.name}) of rows of {rows.dense_shape}"
-        values, indices = self._moves.all_gather(
-            [rows.values, rows.indices], 0, label
-        )
+        values, indices = self._moves.all_gather([rows.values, rows.indices], 0, label)
         if op is ReduceOp.MEAN:
             values = values / self.collectives.size
         return IndexedSlices(values, indices, rows.dense_shape)

@@ -8,6 +8,7 @@ from hpcstrat.engine.options import CommunicationOptions
 from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.reduction.moves import Moves
 from hpcstrat.engine.reduction.object_collectives import ObjectCollectives
+from hpcstrat.engine.reduction.part_reductions import PartReductions
 from hpcstrat.engine.reduction.reductions import Reductions
 
 __all__ = ["Collectives"]
@@ -31,6 +32,7 @@ class Collectives(ObjectCollectives):
         super().__init__(channel, options.timeout_seconds)
         self.moves = moves = Moves(self)
         self.ops = ops or CrossDeviceOps()
+        self.parts = PartReductions(moves)
         self._reductions = Reductions(moves, self.ops, options)
         # Reductions by other algorithms, if a program calls a CrossDeviceOps itself.
         self._by_others: dict[CrossDeviceOps, Reductions] = {}
@@ -73,5 +75,6 @@ class Collectives(ObjectCollectives):
         """Make all later calls raise CollectiveError."""
         super().close()
         self.moves.close()
+        self.parts.close()
         for reductions in (self._reductions, *self._by_others.values()):
             reductions.close()

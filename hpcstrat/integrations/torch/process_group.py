@@ -224,7 +224,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         else:
             for array in arrays:
                 what = f"all_reduce({reduction.name})"
-                self._moves.combine(reduction.function, array, what)
+                self.collectives.parts.combine(reduction.function, array, what)
         for array in arrays:
             reduction.conclude(array)
         held.written()
@@ -305,7 +305,9 @@ class HpcstratProcessGroup(dist.ProcessGroup):
             reduction = Reduction(given, tensor, self._size)
             array, what = host.write(tensor), f"reduce({reduction.name})"
             function, divisor = reduction.function, reduction.divisor
-            self._moves.reduce_to(function, array, root, what, divisor=divisor)
+            self.collectives.parts.reduce_to(
+                function, array, root, what, divisor=divisor
+            )
             if self._rank == root:
                 reduction.conclude(array)
         host.written()
@@ -350,7 +352,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
             device_tensors.reduce_scatter(calls, reduction.op, arrays, array, rank)
         else:
             what = f"reduce_scatter({reduction.name})"
-            scatter = self._moves.reduce_scatter
+            scatter = self.collectives.parts.reduce_scatter
             scatter(function, arrays, array, what, divisor=divisor)
             reduction.conclude(array)
         held.written()

@@ -69,7 +69,7 @@ def all_reduce(job: Submissions, batch: list[list[Reduced]]) -> list[Any]:
             host = HostTensors()
             array = host.write(one.tensor)
             what = f"allreduce({reduction.name})"
-            job.moves.combine(reduction.function, array, what)
+            job.parts.combine(reduction.function, array, what)
             host.written()
     for op, some in arrays.items():
         job.collectives.batch_reduce(op, some, "allreduce", out=some)
@@ -168,7 +168,7 @@ def _scattered(job: Submissions, one: Reduced) -> torch.Tensor:
     lengths = [whole + (number < left) for number in range(size)]
     part = tensor.new_empty((lengths[rank], *tensor.shape[1:]))
     array = host.write(part)
-    job.moves.reduce_scatter(
+    job.parts.reduce_scatter(
         reduction.function,
         _cut(host.read(tensor), lengths),
         array,

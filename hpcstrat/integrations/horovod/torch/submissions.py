@@ -78,6 +78,7 @@ class Submissions:
         self.strategy = strategy
         self.collectives = strategy.collectives
         self.moves = strategy.collectives.moves
+        self.parts = strategy.collectives.parts
         self._pending: dict[str, Submission] = {}
         self._unnamed: Counter[str] = Counter()
 
@@ -172,7 +173,7 @@ class Submissions:
         # The maxima over ranks of `number` and `-number` show the largest and the
         # smallest number, so one call shows whether all numbers are equal.
         bounds = np.array([number, -number])
-        self.moves.combine(np.maximum, bounds, _MEETING)
+        self.parts.combine(np.maximum, bounds, _MEETING)
         if bounds[0] == -bounds[1]:
             # All ranks have submitted the same requests, as is usual.
             return list(own)

@@ -39,14 +39,14 @@ def test_values_are_combined_in_replica_order(
             total = _wanted(terms, function)
             parts = np.split(terms[job.rank], job.size)
             part = np.empty(length, dtype)
-            moves.reduce_scatter(function, parts, part, "scatter")
+            moves.collectives.parts.reduce_scatter(function, parts, part, "scatter")
             own = np.split(total, job.size)[job.rank]
             pairs = [(part, own)]
             whole = terms[job.rank].copy()
-            moves.combine(function, whole, "combine")
+            moves.collectives.parts.combine(function, whole, "combine")
             pairs.append((whole, total))
             root, on_root = length % job.size, terms[job.rank].copy()
-            moves.reduce_to(function, on_root, root, "reduce")
+            moves.collectives.parts.reduce_to(function, on_root, root, "reduce")
             if job.rank == root:
                 pairs.append((on_root, total))
             name = f"{function.__name__} by reduce_scatter of parts"

@@ -40,10 +40,12 @@ def test_reduce_scatter_is_each_replicas_part_of_the_sum(
         rows = every[job.rank].reshape(job.size, length)
         result = np.empty(length, dtype)
         before = rows.copy()
-        moves.reduce_scatter(np.add, list(rows), result, "scatter")
+        moves.collectives.parts.reduce_scatter(np.add, list(rows), result, "scatter")
         np.testing.assert_array_equal(result, total.reshape(rows.shape)[job.rank])
         np.testing.assert_array_equal(rows, before)
-        moves.reduce_scatter(np.add, list(rows), rows[job.rank], "in place")
+        moves.collectives.parts.reduce_scatter(
+            np.add, list(rows), rows[job.rank], "in place"
+        )
         np.testing.assert_array_equal(rows[job.rank], result)
 
 
@@ -60,7 +62,7 @@ def test_reductions_that_were_started_before_come_first(
         started = context.start_all_reduce("sum", values + job.rank)
         parts = [np.full(50_000, float(rank)) for rank in range(job.size)]
         result = np.empty(50_000)
-        moves.reduce_scatter(np.add, parts, result, "scatter")
+        moves.collectives.parts.reduce_scatter(np.add, parts, result, "scatter")
         assert (result == job.rank * job.size).all()
         total = job.size * values + sum(range(job.size))
         np.testing.assert_array_equal(started.wait(), total)
@@ -69,13 +71,13 @@ def test_reductions_that_were_started_before_come_first(
         strategy.run(step)
 
 
-def test_parts_of_a_reduce_scatter_may_be_of_any_sizes(
-    moves: Moves, job: Any
-) -> None:
+def test_parts_of_a_reduce_scatter_may_be_of_any_sizes(moves: Moves, job: Any) -> None:
     sizes = [7 * rank for rank in range(job.size)]
     parts = [np.full(n, job.rank + 1.0) for n in sizes]
     result = np.empty(sizes[job.rank])
-    moves.reduce_scatter(np.add, parts, result, "scatter", divisor=job.size)
+    moves.collectives.parts.reduce_scatter(
+        np.add, parts, result, "scatter", divisor=job.size
+    )
     assert (result == (job.size + 1) / 2).all()
 
 
@@ -84,29 +86,25 @@ def test_half_precision_is_added_in_float32(moves: Moves, job: Any) -> None:
     own = np.full(3, 2048 if job.rank == 0 else 1, np.float16)
     result = np.empty(1, np.float16)
     parts = [own[:1].copy() for _ in range(job.size)]
-    moves.reduce_scatter(np.add, parts, result, "scatter")
+    moves.collectives.parts.reduce_scatter(np.add, parts, result, "scatter")
     assert result[0] == np.float16(np.float32(2048 + job.size - 1))
 
 
 @pytest.mark.parametrize("function", [np.maximum, np.minimum, np.multiply])
-def test_combination_is_the_ufuncs(
-    moves: Moves, job: Any, function: np.ufunc
-) -> None:
+def test_combination_is_the_ufuncs(moves: Moves, job: Any, function: np.ufunc) -> None:
     for length in LENGTHS:
         every = parts_of(job, length, "i8")
         own = every[job.rank].copy()
-        moves.combine(function, own, "combine")
+        moves.collectives.parts.combine(function, own, "combine")
         np.testing.assert_array_equal(own, function.reduce(every))
 
 
-def test_only_the_root_of_a_reduction_has_its_result(
-    moves: Moves, job: Any
-) -> None:
+def test_only_the_root_of_a_reduction_has_its_result(moves: Moves, job: Any) -> None:
     for length in LENGTHS:
         root = length % job.size
         every = parts_of(job, length, "f8")
         own = every[job.rank].copy()
-        moves.reduce_to(np.add, own, root, "reduce")
+        moves.collectives.parts.reduce_to(np.add, own, root, "reduce")
         expected = np.add.reduce(every) if job.rank == root else every[job.rank]
         np.testing.assert_array_equal(own, expected)
 
@@ -164,7 +162,9 @@ def test_different_shapes_are_named_on_every_replica(
     if job.size == 1:
         return
     with pytest.raises(hs.CollectiveError, match=r"float64\[1\].*float64\[2\]"):
-        moves.combine(np.maximum, np.zeros(1 + (job.rank > 0)), "combine")
+        moves.collectives.parts.combine(
+            np.maximum, np.zeros(1 + (job.rank > 0)), "combine"
+        )
     assert_usable(strategy, job)
 
 
@@ -176,9 +176,15 @@ def test_functions_that_a_type_does_not_have_are_refused(
         parts = [array] * job.size
         function, what = np.bitwise_and, "and"
         return [
-            outcome(moves.combine, function, array.copy(), what),
-            outcome(moves.reduce_to, function, array.copy(), 0, what),
-            outcome(moves.reduce_scatter, function, parts, array.copy(), what),
+            outcome(moves.collectives.parts.combine, function, array.copy(), what),
+            outcome(moves.collectives.parts.reduce_to, function, array.copy(), 0, what),
+            outcome(
+                moves.collectives.parts.reduce_scatter,
+                function,
+                parts,
+                array.copy(),
+                what,
+            ),
         ]
 
     for error in combined("f4"):
@@ -194,6 +200,8 @@ def test_arrays_that_do_not_fit_on_one_replica_fail_on_all(
 ) -> None:
     result = np.zeros(1 + (job.rank == 0))
     parts = [np.zeros(1) for _ in range(job.size)]
-    error = outcome(moves.reduce_scatter, np.add, parts, result, "scatter")
+    error = outcome(
+        moves.collectives.parts.reduce_scatter, np.add, parts, result, "scatter"
+    )
     assert isinstance(error, ValueError)
     assert_usable(strategy, job)
