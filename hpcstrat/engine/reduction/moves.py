@@ -34,6 +34,8 @@ from hpcstrat.errors import CollectiveError
 
 __all__ = ["Moves", "describe_arrays", "flat_view", "repeat_nothing"]
 
+# Objects are sent in a first message of this size, which begins with their size.
+_FIRST_BYTES, _SIZE_BYTES = 512, 8
 # A message names at most this number of pairs of replicas.
 _MOST_NAMED = 4
 
@@ -195,6 +197,47 @@ class Moves:
         blocks = Blocks([], [], [0] * self.size, None)
         kept = self._repeat_into, what, None, self._nothing
         self._move_known(describe_call(what), [], [], (blocks, None), kept)
+
+    def exchange_bytes(
+        self, data: bytes, call: Call, root: int | None = None
+    ) -> list[Array]:
+        """Return the bytes of all replicas, or of the root, on every replica.
+
+        The first message has a fixed length, and contains the number of bytes. If there
+        are more bytes, a second message follows.
+        """
+        senders = [root] if root is not None else list(range(self.size))
+        own = np.frombuffer(data if self.rank in senders else b"", np.uint8)
+        first = np.zeros(_FIRST_BYTES if self.rank in senders else 0, np.uint8)
+        if first.size:
+            first[:_SIZE_BYTES].view(np.int64)[0] = own.size
+            few = own[: _FIRST_BYTES - _SIZE_BYTES]
+            first[_SIZE_BYTES : _SIZE_BYTES + few.size] = few
+        parts = self._gather_known(first, senders, [_FIRST_BYTES] * len(senders), call)
+        sizes = [int(part[:_SIZE_BYTES].view(np.int64)[0]) for part in parts]
+        if max(sizes) <= _FIRST_BYTES - _SIZE_BYTES:
+            return [
+                part[_SIZE_BYTES:][:n] for part, n in zip(parts, sizes, strict=True)
+            ]
+        rest = describe_call(f"data of {call.text}", f"{sizes} bytes", own.size)
+        given = own, senders, sizes, rest
+        found: list[Array] = self.collectives.call(
+            call.text, self._gather_known, *given
+        )
+        return found
+
+    def _gather_known(
+        self, own: Array, senders: list[int], sizes: list[int], call: Call
+    ) -> list[Array]:
+        """Return the bytes of some replicas, whose sizes all replicas know."""
+        lengths = [(0,)] * self.size
+        for rank, nbytes in zip(senders, sizes, strict=True):
+            lengths[rank] = (nbytes,)
+        blocks = gathered_blocks(lengths, (1,), (1,), self.rank)
+        planned = blocks, [((sum(sizes),), np.dtype(np.uint8))]
+        kept = self._repeat_into, call.text, None, None
+        [whole] = self._move_known(call, [own], None, planned, kept)
+        return np.split(whole, np.cumsum(sizes)[:-1])
 
     # Calls that write into arrays of the caller, which are contiguous, in host memory.
 

@@ -12,6 +12,7 @@ from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.closed import ClosedChannel
 from hpcstrat.engine.channel.entries import collective, interrupted_call
 from hpcstrat.engine.channel.sections import Section
+from hpcstrat.engine.typing import Array
 
 __all__ = ["ObjectCollectives"]
 
@@ -86,12 +87,9 @@ class ObjectCollectives:
         sends = self.channel.topology.replica_id == root
         data = pickle.dumps(value, protocol=5) if sends else b""
         call = describe_call(f"{what}(root={root})")
-        self.channel.agree(call, self.timeout_seconds)
-        channel: Any = self.channel
-        with channel.moving(call) as comm:
-            received = comm.cast(data, root)
-        [copy] = self._loaded([b"" if sends else received], call)
-        return value if sends else copy
+        received = self.exchange_bytes(data, call, root)
+        copies = self._loaded([] if sends else received, call)
+        return value if sends else copies[0]
 
     @collective
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
@@ -102,18 +100,20 @@ class ObjectCollectives:
         """
         if self.channel is None:
             return [value]
-        data = pickle.dumps(value, protocol=5)
         call = describe_call(what)
-        self.channel.agree(call, self.timeout_seconds)
-        channel: Any = self.channel
-        with channel.moving(call) as comm:
-            parts = comm.gathered(data)
-        return self._loaded(parts, call)
+        received = self.exchange_bytes(pickle.dumps(value, protocol=5), call)
+        return self._loaded(received, call)
+
+    def exchange_bytes(
+        self, data: bytes, call: Call, root: int | None = None
+    ) -> list[Array]:
+        """Return the bytes of all replicas, or of the root, on every replica."""
+        raise NotImplementedError
 
     @collective
-    def _loaded(self, parts: list[Any], call: Call) -> list[Any]:
+    def _loaded(self, parts: list[Array], call: Call) -> list[Any]:
         """Unpickle on all ranks, or raise on all if a rank lacks a class or memory."""
-        values = [pickle.loads(part) if part else None for part in parts]
+        values = [pickle.loads(part.data) for part in parts]
         channel: Any = self.channel
         channel.agree(describe_call(f"end of {call.text}"), self.timeout_seconds)
         return values

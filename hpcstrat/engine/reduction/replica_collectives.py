@@ -40,6 +40,7 @@ class Collectives(ObjectCollectives):
         self.all_gather = moves.all_gather
         self.broadcast = moves.broadcast
         self.repeat_gather = moves.repeat_gather
+        self.exchange_bytes = moves.exchange_bytes  # type: ignore[method-assign]
         self.batch_reduce = self._reductions.batch_reduce
         self.reduce_in_call = self._reductions.reduce_in_call
         self.repeat = self._reductions.repeat
