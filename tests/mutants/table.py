@@ -233,39 +233,32 @@ MUTANTS = (
     _m(
         "gather: parts come in the wrong order",
         "3:gather_broadcast",
-        "comm.Allgatherv([sent, byte], [flat, sizes, byte])",
-        "comm.Allgatherv([sent, byte], [flat, (sizes, "
-        "[sum(sizes[i + 1 :]) for i in range(len(sizes))]), byte])",
+        "Block(rank, i, offset, before[i] * inner[i], *shape)",
+        "Block(rank, i, offset, (wholes[i] - before[i] - length) * inner[i], *shape)",
     ),
     _m(
-        "gather: no header before the data",
+        "gather: changed lengths are not noticed",
         "3:gather_broadcast",
-        """        channel.agree(
-            describe_call(f"data of {call.text}"), self.collectives.timeout_seconds
-        )
-""",
-        "",
-    ),
-    _m(
-        "broadcast: no header",
-        "3:gather_broadcast",
-        """        channel.agree(call, self.collectives.timeout_seconds)
-        with channel.moving(call) as comm:
-            for flat in flats:""",
-        """        with channel.moving(call) as comm:
-            for flat in flats:""",
+        "return replace(self, digest=self.digest ^ mark, lengths=mark)",
+        "return replace(self, lengths=mark)",
     ),
     _m(
         "broadcast: always from replica 0",
         "3:gather_broadcast",
-        "            for flat in flats:\n                comm.cast_array(flat, root)",
-        "            for flat in flats:\n                comm.cast_array(flat, 0)",
+        "Block(root, i, offset, 0, nbytes)",
+        "Block(0, i, offset, 0, nbytes)",
     ),
     _m(
-        "objects: all parts but the first are read wrongly",
+        "objects: what does not fit into the first message is lost",
         "3:gather_broadcast",
-        "view[end - size : end]",
-        "view[end - size : size or end]",
+        "if max(sizes) <= _FIRST_BYTES - _SIZE_BYTES:",
+        "if max(sizes):",
+    ),
+    _m(
+        "moves: the part for another rank is taken",
+        "3:moves",
+        "return int(ends[source, (to - source - 1) % size])",
+        "return int(ends[source, (to - source) % size])",
     ),
     _m(
         "pieces: the last bytes of an array are not broadcast",
