@@ -1153,10 +1153,11 @@ static block *read_blocks(PyObject *numbers, PyObject *likes, const sum *s, int 
         blocks[i] = (block){(int)from[0], (int)from[1], (size_t)from[2], (size_t)from[3],
                             (size_t)from[4], (size_t)from[5], (size_t)from[6]};
         const block *b = blocks + i;
-        size_t last;
+        size_t last, whole, room = bytes_of(likes, b->array);
         good = !__builtin_mul_overflow(b->count - 1, b->stride, &last) &&
-               b->at + last + b->chunk <= bytes_of(likes, b->array) &&
-               b->offset + b->chunk * b->count <= s->nbytes;
+               !__builtin_mul_overflow(b->count, b->chunk, &whole) && b->at <= room &&
+               last <= room && b->chunk <= room && b->at + last + b->chunk <= room &&
+               whole <= s->nbytes && b->offset <= s->nbytes - whole;
     }
     PyBuffer_Release(&view);
     if (!good) {
