@@ -25,6 +25,7 @@ from tests.spins import keep_spins_short
 __all__ = ["main"]
 
 _GRACE_SECONDS = 5.0
+_MOST_SHOWN = 20
 
 
 def _arguments() -> argparse.Namespace:
@@ -59,7 +60,7 @@ def _session(
         session.run(arguments.calls)
         session.close()
     except Stopped as error:
-        said = "\n".join([*session.problems, str(error)])
+        said = "\n".join([*session.problems[:_MOST_SHOWN], str(error)])
         print(said, file=sys.stderr, flush=True)
         # Other ranks may still print their own errors.
         time.sleep(_GRACE_SECONDS)
@@ -79,7 +80,7 @@ def main() -> int:
     for number in range(int(first), int(last or first) + 1):
         session = _session(comm, arguments, number)
         counts.update(session.counts)
-        for text in session.problems:
+        for text in session.problems[:_MOST_SHOWN]:
             print(text, file=sys.stderr, flush=True)
         num_problems += comm.allreduce(len(session.problems))
     if comm.rank == 0:

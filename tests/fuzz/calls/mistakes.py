@@ -146,6 +146,17 @@ def _gather_new(a: _Arguments) -> _Call:
     return lambda: a.domain.strategy.gather(value, axis), False
 
 
+def _broadcast_new(a: _Arguments) -> _Call:
+    count, dtype, root = a.varied()
+    broadcast, tree = a.domain.strategy.collectives.broadcast, [np.zeros(count, dtype)]
+    return lambda: broadcast(tree, root, "broadcast"), False
+
+
+def _object(a: _Arguments) -> _Call:
+    root, strategy = a.other_root(), a.domain.strategy
+    return lambda: strategy.broadcast_object(a.length, root), False
+
+
 def _reduce(a: _Arguments) -> _Call:
     dtype = "f4" if a.which < 3 and a.wrong else "f8"
     count = a.length if a.which < 3 else a.other_length()
@@ -199,6 +210,8 @@ MISTAKES: list[Callable[[_Arguments], _Call]] = [
     _reduce_scatter,
     _combine,
     _gather_new,
+    _broadcast_new,
+    _object,
     _reduce,
     _other_call,
     _bad_argument,

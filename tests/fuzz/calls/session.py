@@ -19,7 +19,7 @@ __all__ = ["Session", "Stopped"]
 
 _KEPT_RECIPES = 6
 _MOST_CALLS_IN_STEP = 8
-_MISTAKES = 0.04
+_MISTAKES = 0.06
 _LATE, _LATE_SECONDS = 0.02, 0.003
 
 
@@ -122,11 +122,13 @@ class Session:
             block()
 
     def _recipes(self, domain: Domain, draw: Random) -> Sequence[Any]:
-        """Draw the calls of a step: all different, the same ones again, or in turn."""
+        """Draw the calls of a step: new ones, or recent ones again, or two in turn."""
         count = draw.randrange(1, _MOST_CALLS_IN_STEP + 1)
         kind = draw.random()
-        if kind < 0.25 and domain.recent:
+        if kind < 0.15 and domain.recent:
             return [draw.choice(domain.recent)] * count
+        if kind < 0.3 and domain.recent:
+            return draw.choices(domain.recent, k=count)
         if kind < 0.5 and len(domain.recent) > 1:
             pair = draw.sample(domain.recent, 2)
             return [pair[number % 2] for number in range(count)]
