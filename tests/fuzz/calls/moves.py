@@ -364,11 +364,11 @@ class ReduceScatter(Recipe):
     def go(self, key: Key) -> None:
         domain, dtype = self.domain, self.how.dtype
         clear(self.result)
-        befores = []
+        inputs = []
         for rank, part in enumerate(self.parts):
             values = numbers(dtype, part.size, (*key, domain.rank, rank))
             part.reshape(-1)[...] = values
-            befores.append((part, values))
+            inputs.append((part, values))
         domain.exchanges.reduce_scatter(
             self.how.function,
             self.parts,
@@ -377,7 +377,7 @@ class ReduceScatter(Recipe):
             divisor=self.how.divisor,
         )
         if not any(np.may_share_memory(self.result, part) for part in self.parts):
-            _require_kept(key, befores)
+            _require_kept(key, inputs)
         for part in self.parts:
             _scribble(part, self.result)
         count = self.result.size
