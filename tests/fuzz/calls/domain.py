@@ -1,8 +1,7 @@
-"""The ranks among which a call is made, and the calls that every kind of test uses."""
+"""A strategy whose calls are tested, the interface of these calls, and comparisons."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -22,7 +21,7 @@ class Failed(AssertionError):
 
 @dataclass
 class Domain:
-    """A strategy, and what its calls need."""
+    """A strategy over the ranks of ``comm``, and the state of its sequence of calls."""
 
     name: str
     strategy: Any
@@ -32,6 +31,7 @@ class Domain:
     inside: bool = False
     # Functions that wait for the started calls, and compare their results.
     pending: list[Callable[[], None]] = field(default_factory=list)
+    # Calls that may be made again, with the same arrays.
     recent: list[Any] = field(default_factory=list)
     exchanges: Any = None
 
@@ -58,7 +58,3 @@ def compare(found: Any, wanted: np.ndarray[Any, Any], what: str) -> None:
     """Raise Failed if an array differs from the wanted one."""
     if text := difference(found, wanted):
         raise Failed(f"{what}: {text}")
-
-
-def count_of(shape: tuple[int, ...]) -> int:
-    return math.prod(shape)

@@ -94,6 +94,8 @@ def _all_to_all(a: _Arguments) -> _Call:
 
 def _exchange(a: _Arguments) -> _Call:
     me, size, exchanges = a.domain.rank, a.size, a.exchanges
+    # Neighbors that send no elements need not be named.
+    a.length = max(a.length, 1)
     sends = {(me + 1) % size: np.zeros(a.length, a.dtype)}
     receives = {(me - 1) % size: np.zeros(a.length, a.dtype)}
     if a.wrong:
@@ -101,7 +103,7 @@ def _exchange(a: _Arguments) -> _Call:
         if a.which < 2:
             pick[next(iter(pick))] = np.zeros(a.other_length(), a.dtype)
         elif a.which < 4:
-            # The rank names one more neighbor, or none.
+            # The rank names no neighbor.
             pick.clear()
         else:
             sends, receives = (

@@ -62,14 +62,18 @@ def _own(
 def _scribble(own: Array, *results: Array) -> None:
     """Overwrite an input that is not a result: other ranks must not need it any more.
 
-    Half of the time the input is compared before; see `_Kept`.
+    Ranks do this before they compare their results, so that a rank which still reads
+    another rank's input finds wrong values there.
     """
     if not any(np.may_share_memory(own, array) for array in results):
         own.reshape(-1).view(np.uint8)[...] = 1
 
 
 def _require_kept(key: Key, inputs: list[tuple[Array, Array]]) -> None:
-    """Compare inputs with their values before the call, for some keys."""
+    """Compare inputs with their values before the call, for a third of the keys.
+
+    A comparison takes time, after which another rank may have read the inputs anyway.
+    """
     if key[-1] % 3 == 0:
         for array, before in inputs:
             compare(array.reshape(-1), before, "an input after the call")
