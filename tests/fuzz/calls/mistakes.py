@@ -107,7 +107,7 @@ def _exchange(a: _Arguments) -> _Call:
             pick.clear()
         else:
             sends, receives = (
-                {rank: array.astype(a.other_dtype()) for rank, array in each.items()}
+                {rank: np.zeros(a.length, a.other_dtype()) for rank in each}
                 for each in (sends, receives)
             )
     return lambda: exchanges.exchange(sends, receives, "exchange"), False
