@@ -13,7 +13,10 @@ __all__ = ["rank_files"]
 FOLDER = Path(__file__).parent / "ranks"
 FILES = names_in(FOLDER)
 # Tests of shared memory code, which differs if there is no compiled kernel.
-OF_NUMPY = ("all_reduce", "areas", "arrays", "breaks", "reductions", "repeats")
+OF_NUMPY = (
+    *("all_reduce", "areas", "arrays", "breaks"),
+    *("random_calls", "reductions", "repeats"),
+)
 FILES_OF_NUMPY = [name for name in FILES if name.partition("check_")[2] in OF_NUMPY]
 
 

@@ -1,0 +1,1 @@
+"""Fuzzer of single calls: random sequences, each result compared with NumPy."""
