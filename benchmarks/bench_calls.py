@@ -16,10 +16,9 @@ times are measured, and ``cores.py`` explains why there are two results of each:
 cores that share a cache, and for cores that do not.
 
 The calls named ``strategy`` and ``context`` are those of users, which return new
-arrays; the calls named ``Exchanges`` fill arrays that exist, as torch's process group
+arrays; the calls named ``into arrays`` fill arrays that exist, as torch's process group
 and Horovod's functions need. In ``exchange`` each rank sends an array to each of its
-two neighbors in a ring, which are one rank if there are two ranks. Library versions
-without this call use an ``all_to_all`` with empty parts instead.
+two neighbors in a ring, which are one rank if there are two ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from report import describe, environment, parse_size, row, size_text, write_json
 from timing import measure_for
 
 import hpcstrat as hs
-from hpcstrat.engine.reduction.exchanges import Exchanges
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -99,7 +97,7 @@ class Calls:
         self.comm: Any = strategy.topology.replica_comm
         self.rank, self.size = self.comm.rank, self.comm.size
         self.length = max(nbytes // 4, 1)
-        self.exchanges: Any = Exchanges(strategy.collectives)
+        self.moves: Any = strategy.collectives.moves
         self._inputs: list[tuple[Array, Array]] = []
 
     def rewrite(self) -> None:
@@ -146,7 +144,7 @@ class Calls:
         own = self._given(every[self.rank])
         whole, parts = self._rooms(every)
         wanted, kept = [np.concatenate(every)], [whole]
-        gather, into = hs.get_replica_context().all_gather, self.exchanges.all_gather
+        gather, into = hs.get_replica_context().all_gather, self.moves.all_gather_into
         allocated = self.comm.Allgatherv if end else self.comm.Allgather
         given = [whole, lengths] if end else whole
 
@@ -156,8 +154,8 @@ class Calls:
         for first, call, results in (
             ("hpcstrat, context", by_context, kept),
             (
-                "hpcstrat, Exchanges",
-                lambda: into(own, parts, "all_gather", whole),
+                "hpcstrat, into arrays",
+                lambda: into(own, parts, "all_gather"),
                 [whole],
             ),
             (f"mpi4py, {name}", lambda: allocated(own, given), [whole]),
@@ -188,11 +186,11 @@ class Calls:
         def to_new() -> None:
             kept[0] = self.strategy.collectives.broadcast(array, ROOT, "broadcast")
 
-        exchanges, base = self.exchanges, "mpi4py, Bcast"
+        moves, base = self.moves, "mpi4py, Bcast"
         yield Way("hpcstrat, new array", to_new, lambda: kept, wanted, base)
         yield Way(
-            "hpcstrat, Exchanges",
-            lambda: exchanges.broadcast(array, ROOT, "broadcast"),
+            "hpcstrat, into arrays",
+            lambda: moves.broadcast_into(array, ROOT, "broadcast"),
             lambda: [array],
             wanted,
             base,
@@ -222,8 +220,8 @@ class Calls:
         whole, parts = self._rooms(wanted)
         base = "mpi4py, Alltoall"
         yield Way(
-            "hpcstrat, Exchanges",
-            lambda: self.exchanges.all_to_all(sends, parts, "all_to_all"),
+            "hpcstrat, into arrays",
+            lambda: self.moves.all_to_all(sends, parts, "all_to_all"),
             lambda: parts,
             wanted,
             base,
@@ -262,7 +260,7 @@ class Calls:
 
         base = "mpi4py, Sendrecv"
         yield Way(
-            "hpcstrat, Exchanges",
+            "hpcstrat, into arrays",
             self._exchange(sends, found),
             lambda: list(found.values()),
             wanted,
@@ -284,15 +282,7 @@ class Calls:
     def _exchange(
         self, sends: dict[int, Array], found: dict[int, Array]
     ) -> Callable[[], object]:
-        exchanges, what = self.exchanges, "exchange"
-        if hasattr(exchanges, what):
-            return lambda: exchanges.exchange(sends, found, what)
-        empty = np.empty(0, np.float32)
-        ranks = range(self.size)
-        sent, into = (
-            [each.get(rank, empty) for rank in ranks] for each in (sends, found)
-        )
-        return lambda: exchanges.all_to_all(sent, into, what)
+        return lambda: self.moves.exchange(sends, found, "exchange")
 
     def gather(self) -> Iterator[Way]:
         """Gather one array of each replica on the first replica."""
@@ -303,8 +293,8 @@ class Calls:
         parts, wanted = (rooms, every) if is_root else (None, [])
         base = "mpi4py, Gather"
         yield Way(
-            "hpcstrat, Exchanges",
-            lambda: self.exchanges.gather(own, parts, ROOT, "gather"),
+            "hpcstrat, into arrays",
+            lambda: self.moves.gather_into(own, parts, ROOT, "gather"),
             lambda: parts or [],
             wanted,
             base,
@@ -331,8 +321,8 @@ class Calls:
         result = np.zeros_like(wanted[0])
         base = "mpi4py, Scatter"
         yield Way(
-            "hpcstrat, Exchanges",
-            lambda: self.exchanges.scatter(sends, result, ROOT, "scatter"),
+            "hpcstrat, into arrays",
+            lambda: self.moves.scatter_into(sends, result, ROOT, "scatter"),
             lambda: [result],
             wanted,
             base,
@@ -361,8 +351,10 @@ class Calls:
         result = np.zeros(self.length, np.float32)
         base = "mpi4py, Reduce_scatter_block"
         yield Way(
-            "hpcstrat, Exchanges",
-            lambda: self.exchanges.reduce_scatter(np.add, parts, result, "scatter"),
+            "hpcstrat, into arrays",
+            lambda: self.moves.collectives.parts.reduce_scatter(
+                np.add, parts, result, "scatter"
+            ),
             lambda: [result],
             wanted,
             base,

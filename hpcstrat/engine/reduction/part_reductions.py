@@ -134,10 +134,9 @@ class PartReductions:
         _check_function(function, result, what)
         self._moves.check_parts(parts, result, self._rank)
         flat, flats = flat_view(result), [flat_view(part) for part in parts]
-        call = describe_arrays(what, parts[0], flats)
+        call, seconds = describe_arrays(what, parts[0], flats), self._seconds
         kernel_call = self._kernel_scatter(function, parts, result, call, divisor)
         if kernel_call is not None:
-            seconds = self.collectives.timeout_seconds
             kernel_call.keep(self._repeat, what, (name,), True, seconds)
             if kernel_call.repeat(parts, [result], seconds) is not None:
                 return
@@ -146,8 +145,16 @@ class PartReductions:
             for rank, part in enumerate(flats)
             if rank != self._rank or part.ctypes.data != flat.ctypes.data
         ):
-            flats = [part.copy() for part in flats]
+            parts = [part.copy() for part in parts]
+        if kernel_call is not None:
+            kernel_call.run(parts, [result], seconds)
+            return
+        flats = [flat_view(part) for part in parts]
         self._scatter(function, flats, flat, call, divisor)
+
+    @property
+    def _seconds(self) -> float | None:
+        return self.collectives.timeout_seconds
 
     def _kernel_scatter(
         self,
@@ -196,7 +203,7 @@ class PartReductions:
             steps = reduce_scatter(
                 parts, result, function, call, channel, divisor=divisor
             )
-            channel.drive(steps, call, self.collectives.timeout_seconds)
+            channel.drive(steps, call, self._seconds)
 
 
 def _check_function(function: np.ufunc, array: Array, what: str) -> None:

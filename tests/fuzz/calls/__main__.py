@@ -39,7 +39,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--short-spins", action="store_true", help="let ranks sleep soon"
     )
-    parser.add_argument("--gated", action="store_true", help="leave out what is known")
     parser.add_argument("--show", action="store_true", help="print the counts by kind")
     parser.add_argument(
         "--limit", type=float, default=300.0, metavar="SECONDS", help="of one session"
@@ -53,9 +52,7 @@ def _session(
     """Run a session, and return it with its problems; abort the job if it stops."""
     faulthandler.dump_traceback_later(arguments.limit, exit=True)
     [layout] = [one for one in LAYOUTS if one.name == arguments.layout]
-    session = Session(
-        comm, layout.make_strategy, arguments.seed, number, gated=arguments.gated
-    )
+    session = Session(comm, layout.make_strategy, arguments.seed, number)
     try:
         session.run(arguments.calls)
         session.close()

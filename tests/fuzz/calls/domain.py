@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hpcstrat.engine.reduction.exchanges import Exchanges
 from tests.fuzz.calls.arrays import Key, difference
 
 __all__ = ["Domain", "Failed", "Recipe", "compare"]
@@ -33,10 +32,10 @@ class Domain:
     pending: list[Callable[[], None]] = field(default_factory=list)
     # Calls that may be made again, with the same arrays.
     recent: list[Any] = field(default_factory=list)
-    exchanges: Any = None
+    moves: Any = None
 
     def __post_init__(self) -> None:
-        self.exchanges = Exchanges(self.strategy.collectives)
+        self.moves = self.strategy.collectives.moves
         self.rank: int = self.comm.rank
         self.size: int = self.comm.size
 

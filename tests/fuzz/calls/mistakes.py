@@ -24,7 +24,7 @@ class _Arguments:
 
     def __init__(self, domain: Domain, draw: Random, *, wrong: bool) -> None:
         self.domain, self.wrong = domain, wrong
-        self.size, self.exchanges = domain.size, domain.exchanges
+        self.size, self.moves = domain.size, domain.moves
         self.root = draw.randrange(domain.size)
         self.dtype = draw.choice(_DTYPES)
         self.length = length(draw, self.dtype.itemsize, 2_000_000)
@@ -59,19 +59,19 @@ class _Arguments:
 def _broadcast(a: _Arguments) -> _Call:
     count, dtype, root = a.varied()
     array = np.zeros(count, dtype)
-    return lambda: a.exchanges.broadcast(array, root, "broadcast"), False
+    return lambda: a.moves.broadcast_into(array, root, "broadcast"), False
 
 
 def _gather(a: _Arguments) -> _Call:
     count, dtype, root = a.varied()
     own, parts = np.zeros(count, dtype), a.parts(count, dtype)
-    return lambda: a.exchanges.gather(own, parts, root, "gather"), False
+    return lambda: a.moves.gather_into(own, parts, root, "gather"), False
 
 
 def _scatter(a: _Arguments) -> _Call:
     count, dtype, root = a.varied()
     own, parts = np.zeros(count, dtype), a.parts(count, dtype)
-    return lambda: a.exchanges.scatter(parts, own, root, "scatter"), False
+    return lambda: a.moves.scatter_into(parts, own, root, "scatter"), False
 
 
 def _all_gather(a: _Arguments) -> _Call:
@@ -80,7 +80,7 @@ def _all_gather(a: _Arguments) -> _Call:
         # This rank expects another length of a part, perhaps of its own one.
         parts[a.number] = np.zeros(a.other_length(), a.dtype)
     own = np.zeros_like(parts[a.domain.rank])
-    return lambda: a.exchanges.all_gather(own, parts, "all_gather"), False
+    return lambda: a.moves.all_gather_into(own, parts, "all_gather"), False
 
 
 def _all_to_all(a: _Arguments) -> _Call:
@@ -89,11 +89,11 @@ def _all_to_all(a: _Arguments) -> _Call:
     if a.which >= 2 and a.wrong:
         pick = sends if a.which < 4 else receives
         pick[a.number] = np.zeros(a.other_length(), a.dtype)
-    return lambda: a.exchanges.all_to_all(sends, receives, "all_to_all"), False
+    return lambda: a.moves.all_to_all(sends, receives, "all_to_all"), False
 
 
 def _exchange(a: _Arguments) -> _Call:
-    me, size, exchanges = a.domain.rank, a.size, a.exchanges
+    me, size, moves = a.domain.rank, a.size, a.moves
     # Neighbors that send no elements need not be named.
     a.length = max(a.length, 1)
     sends = {(me + 1) % size: np.zeros(a.length, a.dtype)}
@@ -110,7 +110,7 @@ def _exchange(a: _Arguments) -> _Call:
                 {rank: np.zeros(a.length, a.other_dtype()) for rank in each}
                 for each in (sends, receives)
             )
-    return lambda: exchanges.exchange(sends, receives, "exchange"), False
+    return lambda: moves.exchange(sends, receives, "exchange"), False
 
 
 def _reduce_scatter(a: _Arguments) -> _Call:
@@ -118,15 +118,17 @@ def _reduce_scatter(a: _Arguments) -> _Call:
     dtype = np.dtype("f4" if a.which >= 3 and a.wrong else "f8")
     parts = a.parts(count, dtype)
     result = np.zeros(count, dtype)
-    call = a.exchanges.reduce_scatter
+    call = a.moves.collectives.parts.reduce_scatter
     return lambda: call(np.add, parts, result, "reduce_scatter"), False
 
 
 def _combine(a: _Arguments) -> _Call:
     array = np.zeros(a.other_length(), "f4")
     if a.which < 3:
-        return lambda: a.exchanges.combine(np.add, array, "combine"), False
-    call = a.exchanges.reduce_to
+        return lambda: a.moves.collectives.parts.combine(
+            np.add, array, "combine"
+        ), False
+    call = a.moves.collectives.parts.reduce_to
     return lambda: call(np.add, array, a.root, "reduce_to"), False
 
 
@@ -179,7 +181,7 @@ def _other_call(a: _Arguments) -> _Call:
 
 def _bad_argument(a: _Arguments) -> _Call:
     """The rank's arguments are wrong by themselves: a ValueError, before the call."""
-    exchanges, array = a.exchanges, np.zeros(a.length, a.dtype)
+    moves, array = a.moves, np.zeros(a.length, a.dtype)
     parts, root = a.parts(a.length, a.dtype), a.root
     if a.wrong:
         root = a.size if a.which % 2 else -1
@@ -190,12 +192,12 @@ def _bad_argument(a: _Arguments) -> _Call:
     if a.which == 2:
         root = a.root
     calls: list[Callable[[], object]] = [
-        lambda: exchanges.broadcast(array, root, "broadcast"),
-        lambda: exchanges.gather(array, parts, root, "gather"),
-        lambda: exchanges.broadcast(array, root, "broadcast"),
-        lambda: exchanges.all_gather(array, parts, "all_gather"),
-        lambda: exchanges.all_to_all(parts, a.parts(a.length, a.dtype), "all_to_all"),
-        lambda: exchanges.reduce_scatter(
+        lambda: moves.broadcast_into(array, root, "broadcast"),
+        lambda: moves.gather_into(array, parts, root, "gather"),
+        lambda: moves.broadcast_into(array, root, "broadcast"),
+        lambda: moves.all_gather_into(array, parts, "all_gather"),
+        lambda: moves.all_to_all(parts, a.parts(a.length, a.dtype), "all_to_all"),
+        lambda: moves.collectives.parts.reduce_scatter(
             np.add, [part.view("u1") for part in parts], array.view("u1"), "scatter"
         ),
     ]
@@ -226,8 +228,6 @@ class Mistake(Recipe):
     def __init__(self, domain: Domain, style: Random, lengths: Random) -> None:
         self.domain = domain
         self.kind = style.choice(MISTAKES)
-        if self.kind is _exchange and not hasattr(domain.exchanges, "exchange"):
-            self.kind = _all_to_all
         self.faulty = lengths.randrange(domain.size)
         self.seed = lengths.getrandbits(40)
 

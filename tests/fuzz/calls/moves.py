@@ -1,4 +1,4 @@
-"""Calls of `Exchanges`, which fill arrays that exist, with their results by NumPy."""
+"""Calls of `Moves`, which fill arrays that exist, with their results by NumPy."""
 
 from __future__ import annotations
 
@@ -88,7 +88,6 @@ class AllGather(Recipe):
         memory = _memory(domain, lengths)
         self.whole, self.parts = partition(memory, dtype, self.shapes)
         self.own = _own(memory, self.whole, self.parts, self.parts[domain.rank])
-        self.passed = self.whole if memory.random() < 0.7 else None
         self.dtype = dtype
 
     def __str__(self) -> str:
@@ -102,8 +101,8 @@ class AllGather(Recipe):
         for part in self.parts:
             clear(part)
         self.own.reshape(-1)[...] = every[self.domain.rank]
-        exchanges = self.domain.exchanges
-        exchanges.all_gather(self.own, self.parts, "all_gather", self.passed)
+        moves = self.domain.moves
+        moves.all_gather_into(self.own, self.parts, "all_gather")
         if not any(np.may_share_memory(self.own, part) for part in self.parts):
             _require_kept(key, [(self.own, every[self.domain.rank])])
         _scribble(self.own, *self.parts)
@@ -134,7 +133,7 @@ class Gather(Recipe):
         for part in self.parts:
             clear(part)
         self.own.reshape(-1)[...] = every[domain.rank]
-        domain.exchanges.gather(self.own, self.passed, self.root, "gather")
+        domain.moves.gather_into(self.own, self.passed, self.root, "gather")
         if not any(np.may_share_memory(self.own, part) for part in self.parts):
             _require_kept(key, [(self.own, every[domain.rank])])
         _scribble(self.own, *self.parts)
@@ -166,7 +165,7 @@ class Scatter(Recipe):
         clear(self.result)
         for rank, part in enumerate(self.parts):
             part.reshape(-1)[...] = contents(self.dtype, count, (*key, rank))
-        domain.exchanges.scatter(self.passed, self.result, self.root, "scatter")
+        domain.moves.scatter_into(self.passed, self.result, self.root, "scatter")
         for part in self.parts:
             _scribble(part, self.result)
         wanted = contents(self.dtype, count, (*key, domain.rank))
@@ -189,7 +188,7 @@ class Broadcast(Recipe):
         domain, count = self.domain, math.prod(self.shape)
         flat = self.array.reshape(-1)
         flat[...] = contents(self.dtype, count, (*key, domain.rank))
-        domain.exchanges.broadcast(self.array, self.root, "broadcast")
+        domain.moves.broadcast_into(self.array, self.root, "broadcast")
         wanted = contents(self.dtype, count, (*key, self.root))
         if domain.rank == self.root and key[-1] % 3:
             _scribble(self.array)
@@ -268,7 +267,7 @@ class AllToAll(Recipe):
         pairs = self.pairs
         pairs.fill(key)
         sends, receives = list(pairs.sends.values()), list(pairs.receives.values())
-        pairs.domain.exchanges.all_to_all(sends, receives, "all_to_all")
+        pairs.domain.moves.all_to_all(sends, receives, "all_to_all")
         pairs.compare(key)
 
 
@@ -297,21 +296,13 @@ class Exchange(Recipe):
         return f"exchange of {self.dtype}, {self.pairs.counts}"
 
     def go(self, key: Key) -> None:
-        pairs, exchanges = self.pairs, self.pairs.domain.exchanges
+        pairs, moves = self.pairs, self.pairs.domain.moves
         pairs.fill(key)
-        if hasattr(exchanges, "exchange"):
-            sends, receives = (
-                dict(sorted(arrays.items(), reverse=self.reversed))
-                for arrays in (pairs.sends, pairs.receives)
-            )
-            exchanges.exchange(sends, receives, "exchange")
-        else:
-            nothing = np.empty(0, self.dtype)
-            sent, into = (
-                [arrays.get(rank, nothing) for rank in pairs.domain.ranks]
-                for arrays in (pairs.sends, pairs.receives)
-            )
-            exchanges.all_to_all(sent, into, "exchange")
+        sends, receives = (
+            dict(sorted(arrays.items(), reverse=self.reversed))
+            for arrays in (pairs.sends, pairs.receives)
+        )
+        moves.exchange(sends, receives, "exchange")
         pairs.compare(key)
 
 
@@ -373,7 +364,7 @@ class ReduceScatter(Recipe):
             values = numbers(dtype, part.size, (*key, domain.rank, rank))
             part.reshape(-1)[...] = values
             inputs.append((part, values))
-        domain.exchanges.reduce_scatter(
+        domain.moves.collectives.parts.reduce_scatter(
             self.how.function,
             self.parts,
             self.result,
@@ -412,10 +403,10 @@ class Combine(Recipe):
         flat = self.array.reshape(-1)
         flat[...] = terms[domain.rank]
         if self.root < 0:
-            domain.exchanges.combine(how.function, self.array, "combine")
+            domain.moves.collectives.parts.combine(how.function, self.array, "combine")
             how.require(flat, terms, "the array")
             return
-        domain.exchanges.reduce_to(
+        domain.moves.collectives.parts.reduce_to(
             how.function, self.array, self.root, "reduce_to", divisor=how.divisor
         )
         if domain.rank == self.root:
@@ -435,4 +426,4 @@ MOVES: list[type[Any]] = [
     ReduceScatter,
     Combine,
 ]
-"""The kinds of calls of `Exchanges`."""
+"""The kinds of calls of `Moves`."""

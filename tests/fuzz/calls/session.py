@@ -10,10 +10,9 @@ from typing import Any
 
 import hpcstrat as hs
 from tests.fuzz.calls.domain import Domain, Failed
-from tests.fuzz.calls.gates import known_fault
 from tests.fuzz.calls.mistakes import Mistake
 from tests.fuzz.calls.moves import MOVES
-from tests.fuzz.calls.user_calls import USER_CALLS, Barrier
+from tests.fuzz.calls.user_calls import USER_CALLS
 
 __all__ = ["Session", "Stopped"]
 
@@ -35,8 +34,7 @@ class Session:
     """Random calls from a seed, by strategies that are made for this session.
 
     Collective over ``comm``, and over all ranks of the job. ``make_strategy`` makes a
-    strategy of a layout; it takes the options of `hpcstrat.MirroredStrategy`. With
-    ``gated``, calls that are known to fail are left out.
+    strategy of a layout; it takes the options of `hpcstrat.MirroredStrategy`.
     """
 
     def __init__(
@@ -45,11 +43,8 @@ class Session:
         make_strategy: Callable[..., Any],
         seed: int,
         number: int,
-        *,
-        gated: bool,
     ) -> None:
         self.comm, self.seed, self.number = comm, seed, number
-        self.gated = gated
         self.problems: list[str] = []
         self.counts: Counter[str] = Counter()
         self._comms: list[Any] = []
@@ -149,10 +144,7 @@ class Session:
         kind: Any = styles.choice(kinds)
         if lengths.random() < _MISTAKES:
             kind = Mistake
-        recipe = kind(domain, styles, lengths)
-        if self.gated and known_fault(domain, recipe):
-            return Barrier(domain, styles, lengths)
-        return recipe
+        return kind(domain, styles, lengths)
 
     def _make(self, domain: Domain, recipe: Any, place: tuple[int, int, int]) -> None:
         if domain.pending and isinstance(recipe, Mistake):

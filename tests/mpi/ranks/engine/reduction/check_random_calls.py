@@ -18,7 +18,7 @@ from tests.mpi.ranks.effort import examples, seeds
 def test_random_calls_do_what_numpy_says(
     make_strategy: Any, job: Any, seed: int
 ) -> None:
-    session = Session(job, make_strategy, seed, 0, gated=True)
+    session = Session(job, make_strategy, seed, 0)
     session.run(examples(150))
     session.close()
     problems = [text for texts in job.allgather(session.problems) for text in texts]
