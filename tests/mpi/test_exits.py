@@ -108,9 +108,8 @@ def _left_case(way: str, wait: str, n: int, rank: int) -> str:
     ("way", "waits"),
     [
         ("return", WAITS),
-        ("exit0", SOME),
         ("exit3", OTHERS),
-        pytest.param("exit0", OTHERS, marks=FULL),
+        pytest.param("exit0", WAITS, marks=FULL),
         pytest.param("exit3", SOME, marks=FULL),
     ],
 )
@@ -133,9 +132,8 @@ def _death_case(way: str, wait: str, n: int, rank: int) -> str:
     ("way", "waits"),
     [
         ("kill", WAITS),
-        ("term", SOME),
         ("os_exit", OTHERS),
-        pytest.param("term", OTHERS, marks=FULL),
+        pytest.param("term", WAITS, marks=FULL),
         pytest.param("os_exit", SOME, marks=FULL),
     ],
 )
