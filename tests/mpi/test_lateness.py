@@ -50,9 +50,7 @@ def test_summary_at_the_end_names_the_late_rank(
     assert len({calls for _, calls in rows}) == 1
 
 
-@pytest.mark.parametrize(
-    "mode", ["auto", pytest.param("off", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("mode", ["auto", pytest.param("off", marks=pytest.mark.full)])
 def test_nothing_is_said_where_little_was_lost(tmp_path: Path, mode: str) -> None:
     ended = _run("return", tmp_path, HPCSTRAT_SUMMARY=mode)
     assert ended.returncode == 0, str(ended)

@@ -90,14 +90,12 @@ def is_warned(strategy: Any) -> bool:
 
 # These differ from other programs in the array only.
 _FULL = "a batch", "integers", "strided", "own labels", "one row", "numbers", "objects"
+_MARKS = dict.fromkeys(_FULL, pytest.mark.full) | {"large batches": pytest.mark.once}
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.full if name in _FULL else ())
-        for name in PROGRAMS
-    ],
+    [pytest.param(name, marks=_MARKS.get(name, ())) for name in PROGRAMS],
 )
 def test_equal_batches_of_three_steps_are_warned_about_once(
     made: Any, job: Any, caplog: Any, name: str
