@@ -304,11 +304,20 @@ def test_picture_is_drawn(tmp_path: Path) -> None:
         (2, ["--epochs", "0"], "0 is not in the range"),
         # Further errors of the first kind, and of the second kind.
         (1, ["--data", "{tmp}/text"], "expected an HDF5 file with"),
-        (1, ["--checkpoint-dir", "{tmp}/text"], "found {tmp}/text: a file"),
         (1, ["--dump", "{tmp}/text/weights.npz"], "found {tmp}/text: a file"),
-        (1, ["--picture", "{tmp}/curves.txt"], "found {tmp}/curves.txt; change it"),
         (1, ["--checkpoint-dir", "{tmp}"], "add --resume to go on"),
         (1, ["--resume"], "--resume needs --checkpoint-dir"),
+        *[
+            pytest.param(*case, marks=FULL)
+            for case in (
+                (1, ["--checkpoint-dir", "{tmp}/text"], "found {tmp}/text: a file"),
+                (
+                    1,
+                    ["--picture", "{tmp}/curves.txt"],
+                    "found {tmp}/curves.txt; change",
+                ),
+            )
+        ],
     ],
 )
 def test_mistakes_end_the_job_with_one_clear_line(
