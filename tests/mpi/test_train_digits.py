@@ -314,7 +314,7 @@ def test_picture_is_drawn(tmp_path: Path) -> None:
                 (
                     1,
                     ["--picture", "{tmp}/curves.txt"],
-                    "found {tmp}/curves.txt; change",
+                    "found {tmp}/curves.txt; change it",
                 ),
             )
         ],
