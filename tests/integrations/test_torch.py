@@ -30,7 +30,7 @@ UNEVEN = "--layout=two_replicas_per_worker"
 
 @pytest.mark.framework("torch")
 @pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("n", [3])
 def test_rank_tests_pass(
     rank_files: RankFiles, request: pytest.FixtureRequest, n: int, file: str
 ) -> None:
@@ -40,7 +40,7 @@ def test_rank_tests_pass(
 @pytest.mark.full
 @pytest.mark.framework("torch")
 @pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [1, 2, 3])
 def test_rank_tests_pass_in_all_layouts(
     rank_files: RankFiles, request: pytest.FixtureRequest, n: int, file: str
 ) -> None:
@@ -49,9 +49,9 @@ def test_rank_tests_pass_in_all_layouts(
 
 @pytest.mark.full
 @pytest.mark.framework("torch")
-@pytest.mark.parametrize("file", ["check_fsdp"])
+@pytest.mark.parametrize("file", ["check_fsdp", "check_horovod"])
 @pytest.mark.parametrize("n", [2, 3])
-def test_all_ways_of_fsdp_pass(
+def test_cases_that_others_leave_out_pass(
     rank_files: RankFiles, request: pytest.FixtureRequest, n: int, file: str
 ) -> None:
     rank_files.num_passed(request, RANKS, "-m", "full")
