@@ -46,8 +46,9 @@ def test_rank_tests_pass(
     file: str,
 ) -> None:
     words = CHOSEN[backend, n]
+    options = ["-m", "not slow and not full", *(["-k", words] if words else [])]
     layout = f"--layout={LAYOUTS.get(backend, 'one_worker')}"
-    _pass(rank_files, request, backend, layout, *(["-k", words] if words else []))
+    _pass(rank_files, request, backend, layout, *options)
 
 
 @pytest.mark.full

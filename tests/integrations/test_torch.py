@@ -49,7 +49,9 @@ def test_rank_tests_pass_in_all_layouts(
 
 @pytest.mark.full
 @pytest.mark.framework("torch")
-@pytest.mark.parametrize("file", ["check_fsdp", "check_horovod"])
+@pytest.mark.parametrize(
+    "file", ["check_fsdp", "check_horovod", "check_torch_programs"]
+)
 @pytest.mark.parametrize("n", [2, 3])
 def test_cases_that_others_leave_out_pass(
     rank_files: RankFiles, request: pytest.FixtureRequest, n: int, file: str
