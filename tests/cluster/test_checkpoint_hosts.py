@@ -84,8 +84,15 @@ def test_checkpoint_of_two_hosts_is_restored_on_two_and_on_one(
     assert not hosts.processes()
 
 
-@pytest.mark.parametrize("how", ["wait", "go"])
-@pytest.mark.parametrize("victims", [(0, 1), (2, 3)])
+@pytest.mark.parametrize(
+    ("victims", "how"),
+    [
+        ((0, 1), "wait"),
+        ((2, 3), "go"),
+        pytest.param((0, 1), "go", marks=pytest.mark.full),
+        pytest.param((2, 3), "wait", marks=pytest.mark.full),
+    ],
+)
 def test_loss_of_the_ranks_of_one_host_in_a_save(
     victims: tuple[int, ...], how: str, hosts: Hosts, tmp_path: Path
 ) -> None:

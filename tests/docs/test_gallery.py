@@ -37,6 +37,9 @@ TUTORIALS = {
     "spirals_saved.py 30": ("torch", "spirals.py"),
     "fit.py": ("keras", "fit.py"),
 }
+# By default, tests/integrations/test_examples.py trains the first two programs on two
+# ranks, and the test of "spirals_saved.py" compares the third one in one process.
+TESTED_ELSEWHERE = {"digits", "gpt", "spirals.py"}
 
 
 def _gallery() -> Any:
@@ -75,10 +78,14 @@ def _said(n: int, command: str, folder: Path) -> str:
 def _marked(table: dict[str, tuple[str, str]]) -> list[Any]:
     """Return a pytest parameter for each row, marked with its framework."""
     return [
-        pytest.param(*row, marks=[pytest.mark.framework(kind)] if kind else [], id=name)
+        pytest.param(name, command, marks=_marks(name, kind), id=name)
         for name, (kind, command) in table.items()
-        for row in [(name, command)]
     ]
+
+
+def _marks(name: str, kind: str) -> list[Any]:
+    marks = [pytest.mark.framework(kind)] if kind else []
+    return [*marks, pytest.mark.full] if name in TESTED_ELSEWHERE else marks
 
 
 @pytest.mark.parametrize(("page", "command"), _marked(SMALL))

@@ -6,6 +6,7 @@ The tests need CuPy, or its stand-in, which `test_updates.py` puts on the path.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,7 +40,7 @@ RULES: dict[str, Any] = {
 WITH_NORMS = ("lamb",)
 
 quick = settings(
-    max_examples=15,
+    max_examples=5 if "--short" in sys.argv else 15,
     deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),

@@ -173,6 +173,7 @@ def test_a_step_of_all_that_fails_or_takes_too_long_stops_no_other(
     assert end[2].startswith("failed: checkpoint on 2 ranks: status ")
 
 
+@pytest.mark.full
 def test_steps_of_all_are_tried_on_the_stand_in(tmp_path: Path) -> None:
     done = _all(tmp_path / "results", STEPS="probe fused", SMOKE="1")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -30,7 +30,7 @@ def _run(n: int, program: str, **settings: str) -> Any:
     return run_command(command, f"{program}, {n} ranks", 60, env)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_the_watchdog_ends_a_job_whose_nccl_has_failed(n: int) -> None:
     """Only the watchdog can end the job: CUDA does not return to the main thread."""
     ended = _run(n, "failed_nccl.py")
@@ -42,7 +42,7 @@ def test_the_watchdog_ends_a_job_whose_nccl_has_failed(n: int) -> None:
     assert "NCCL_DEBUG=INFO" in ended.stderr, str(ended)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_a_rank_leaves_when_its_gpu_has_done_its_work(n: int) -> None:
     """Each rank waits for its kernels, which other ranks need; then all free NCCL."""
     ended = _run(n, "plain_end.py")
@@ -51,7 +51,7 @@ def test_a_rank_leaves_when_its_gpu_has_done_its_work(n: int) -> None:
     assert ended.stdout == "sum right: True, NCCL freed: True\n", str(ended)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_the_watchdog_ends_a_job_whose_kernels_stand_still(n: int) -> None:
     """NCCL reports no error, because it checks only networks."""
     ended = _run(n, "stuck_kernel.py")

@@ -43,7 +43,11 @@ def _lose(transport: str, n: int, each: int, where: str, spare: int = 0) -> None
 @ulfm
 @pytest.mark.parametrize(
     ("transport", "n", "each", "where"),
-    [("nccl", 3, 0, "inside"), ("host", 3, 0, "behind"), ("mpi", 4, 2, "inside")],
+    [
+        ("nccl", 3, 0, "inside"),
+        ("host", 3, 0, "behind"),
+        pytest.param("mpi", 4, 2, "inside", marks=pytest.mark.full),
+    ],
 )
 def test_training_goes_on(transport: str, n: int, each: int, where: str) -> None:
     _lose(transport, n, each, where)

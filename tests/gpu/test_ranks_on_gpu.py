@@ -139,7 +139,7 @@ def _pass(rank_files: RankFiles, request: pytest.FixtureRequest, *options: str) 
     [
         *[(2, file) for file in TRANSPORT_TESTS],
         (3, "check_ring"),
-        (3, "check_staging"),
+        pytest.param(3, "check_staging", marks=FULL),
     ],
 )
 def test_transport_tests_pass(

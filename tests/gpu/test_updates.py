@@ -7,14 +7,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.gpu.jobs import environment
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_optimizers_on_a_gpu_or_its_stand_in() -> None:
-    options = ["-q", "-p", "no:cacheprovider", "--color=no"]
-    command = [sys.executable, "-m", "pytest", *options, "tests/gpu/check_updates.py"]
+@pytest.mark.parametrize(
+    "options",
+    [["--short"], pytest.param([], marks=pytest.mark.full)],
+    ids=["short", "whole"],
+)
+def test_optimizers_on_a_gpu_or_its_stand_in(options: list[str]) -> None:
+    words = ["-q", "-p", "no:cacheprovider", "--color=no", *options]
+    command = [sys.executable, "-m", "pytest", *words, "tests/gpu/check_updates.py"]
     done = subprocess.run(
         *(command,),
         cwd=ROOT,

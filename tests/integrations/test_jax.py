@@ -35,7 +35,17 @@ def test_rank_tests_pass(
     rank_files: RankFiles, request: pytest.FixtureRequest, n: int, file: str
 ) -> None:
     chosen = ["-k", CHOSEN[n]] if n in CHOSEN else []
-    rank_files.num_passed(request, HERE / "ranks", *chosen)
+    layout = ["--layout=two_replicas_per_worker"] if n == 3 else []
+    rank_files.num_passed(request, HERE / "ranks", *chosen, *layout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("file", names_in(HERE / "ranks", "check_jax_*.py"))
+@pytest.mark.parametrize("n", [3])
+def test_rank_tests_pass_in_all_layouts(
+    rank_files: RankFiles, request: pytest.FixtureRequest, n: int, file: str
+) -> None:
+    rank_files.num_passed(request, HERE / "ranks", "-k", CHOSEN[n])
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores are not bound")

@@ -27,6 +27,10 @@ CHOSEN = {
 }
 
 
+# The layout changes the strategy's code, which tests/mpi tests, but little of the
+# integration's, so that each backend takes one.
+LAYOUTS = {"torch": "one_worker", "jax": "one_replica_per_worker"}
+
 # Tests of logical replicas run last, and need these limits on threads of XLA and
 # TensorFlow from the start.
 ENVIRONMENT = {"NPROC": "1", "TF_NUM_INTRAOP_THREADS": "1"}
@@ -42,7 +46,9 @@ def test_rank_tests_pass(
     file: str,
 ) -> None:
     words = CHOSEN[backend, n]
-    _pass(rank_files, request, backend, *(["-k", words] if words else []))
+    options = ["-m", "not slow and not full", *(["-k", words] if words else [])]
+    layout = f"--layout={LAYOUTS.get(backend, 'one_worker')}"
+    _pass(rank_files, request, backend, layout, *options)
 
 
 @pytest.mark.full

@@ -86,6 +86,7 @@ def _train_through_kills(kind: str, folder: Path, most: int) -> None:
     assert _trained(kind, folder / "killed", draw.randrange(1, 4)) == wanted
 
 
+@pytest.mark.full
 @pytest.mark.framework("torch")
 def test_killed_jobs_train_as_one_that_was_not(tmp_path: Path) -> None:
     _train_through_kills("torch", tmp_path, 2)
@@ -145,6 +146,7 @@ def _train_though_ranks_die(kind: str, count: int) -> None:
     print(f"{kind}, seed {seed}: {kills} ranks killed, of elastic jobs")
 
 
+@pytest.mark.full
 @pytest.mark.framework("torch")
 def test_ranks_that_are_left_train_as_if_none_had_died() -> None:
     _train_though_ranks_die("torch", 1)

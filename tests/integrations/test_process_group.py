@@ -28,6 +28,7 @@ def launched(n: int, *words: str, timeout: float = 150) -> Any:
     return finished
 
 
+@pytest.mark.full
 def test_a_program_on_gloo_runs_on_mpi_as_it_is() -> None:
     words = "-c", CLI, "torch", "--replace", "gloo", PROGRAM
     finished = launched(2, *words)

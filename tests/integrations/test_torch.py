@@ -22,24 +22,38 @@ RANKS = Path(__file__).parent / "ranks"
 # files, because importing PyTorch on each rank takes most of a short job.
 NAMES = "process_group", "built_on_groups", "fsdp", "horovod", "torch_*", "logical_*"
 FILES = [file for name in NAMES for file in names_in(RANKS, f"check_{name}.py")]
+CHOSEN = "-m", "not slow and not full"
+# On 3 ranks, a worker of two replicas and one of a single replica: the layout changes
+# the strategy's code, which tests/mpi tests, but little of the integration's.
+UNEVEN = "--layout=two_replicas_per_worker"
 
 
 @pytest.mark.framework("torch")
 @pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize(
-    "n", [*[pytest.param(n, marks=pytest.mark.full) for n in (1, 2)], 3]
-)
+@pytest.mark.parametrize("n", [3])
 def test_rank_tests_pass(
     rank_files: RankFiles, request: pytest.FixtureRequest, n: int, file: str
 ) -> None:
-    rank_files.num_passed(request, RANKS, "-m", "not slow and not full")
+    rank_files.num_passed(request, RANKS, *CHOSEN, UNEVEN)
 
 
 @pytest.mark.full
 @pytest.mark.framework("torch")
-@pytest.mark.parametrize("file", ["check_fsdp"])
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_rank_tests_pass_in_all_layouts(
+    rank_files: RankFiles, request: pytest.FixtureRequest, n: int, file: str
+) -> None:
+    rank_files.num_passed(request, RANKS, *CHOSEN)
+
+
+@pytest.mark.full
+@pytest.mark.framework("torch")
+@pytest.mark.parametrize(
+    "file", ["check_fsdp", "check_horovod", "check_torch_programs"]
+)
 @pytest.mark.parametrize("n", [2, 3])
-def test_all_ways_of_fsdp_pass(
+def test_cases_that_others_leave_out_pass(
     rank_files: RankFiles, request: pytest.FixtureRequest, n: int, file: str
 ) -> None:
     rank_files.num_passed(request, RANKS, "-m", "full")

@@ -31,7 +31,8 @@ _MOST_SECONDS = 3000.0
 _POLL_SECONDS = 0.1
 _NO_TESTS = int(pytest.ExitCode.NO_TESTS_COLLECTED)
 # The numbers of ranks at which a test with a mark can fail: see ranks/conftest.py.
-_SIZES = {"rule": {1, 2, 3}, "files": {1, 3}, "algorithm": {3, 4}, "once": {3}}
+_SIZES = {"rule": {1, 2, 3}, "files": {1, 3}, "algorithm": {3, 4}}
+_SIZES |= {"calls": {3}, "once": {3}}
 
 
 def names_in(folder: Path, pattern: str = "check_*.py") -> list[str]:

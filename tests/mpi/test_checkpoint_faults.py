@@ -114,8 +114,8 @@ def _cases(name: str) -> list[tuple[str, int, str]]:
     return [(name, rank, how) for rank in place.ranks for how in place.hows]
 
 
-# Places that follow the previous place without a write in between. The tests run every
-# second one of the other places.
+# Places that follow the previous place without a write in between. By default the tests
+# run every fourth one of the other places.
 _REPEATED = [name for name in PLACES if name.startswith("before")][1:]
 _WRITTEN = [name for name in PLACES if name not in _REPEATED]
 
@@ -123,11 +123,12 @@ _WRITTEN = [name for name in PLACES if name not in _REPEATED]
 @pytest.mark.parametrize(
     "names",
     [
-        _WRITTEN[::2],
+        _WRITTEN[::4],
+        pytest.param(_WRITTEN[2::4], marks=FULL),
         pytest.param(_WRITTEN[1::2], marks=FULL),
         pytest.param(_REPEATED, marks=FULL),
     ],
-    ids=["written", "between", "repeated"],
+    ids=["written", "later", "between", "repeated"],
 )
 def test_kill_at_each_step_of_a_save(names: list[str], tmp_path: Path) -> None:
     """Kill one rank, in one kind of save, at each of the places."""
@@ -253,7 +254,7 @@ def test_two_jobs_that_save_the_same_steps_in_one_folder(
     assert not torn(tmp_path)
 
 
-@pytest.mark.parametrize("how", ["wait", "go"])
+@pytest.mark.parametrize("how", [pytest.param("wait", marks=FULL), "go"])
 def test_new_job_beside_writers_that_outlived_their_launcher(
     how: str, tmp_path: Path
 ) -> None:
@@ -290,7 +291,7 @@ def test_new_job_beside_writers_that_outlived_their_launcher(
     assert not torn(tmp_path)
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=FULL), 2])
 @pytest.mark.parametrize("end", ["plain", "exit", "raise"])
 def test_save_under_way_at_the_end_is_finished_or_dropped(
     end: str, n: int, tmp_path: Path

@@ -62,13 +62,22 @@ def _wrong_replicas(trial: Trial, replicas: int, ranks: int) -> None:
 
 
 @ulfm
-def test_a_lost_rank_leaves_no_trace_among_logical_replicas() -> None:
+@pytest.mark.parametrize(
+    "places",
+    [
+        [(3, 1, "between", 1), (4, 2, "commit", 0)],
+        pytest.param(
+            [(2, 0, "reduce", 0), (4, 0, "restore", 1)], marks=pytest.mark.full
+        ),
+    ],
+)
+def test_a_lost_rank_leaves_no_trace_among_logical_replicas(
+    places: list[tuple[int, int, str, int]],
+) -> None:
     cases: list[Case] = []
-    for number, (n, where) in enumerate(
-        [(2, "reduce"), (3, "between"), (4, "commit"), (4, "restore")]
-    ):
-        run = {"logical_replicas": 5, "spare_ranks": number % 2}
-        kills = [_kill(number % (n - number % 2), where, AT_STEP.get(where, 0))]
+    for n, rank, where, spare_ranks in places:
+        run = {"logical_replicas": 5, "spare_ranks": spare_ranks}
+        kills = [_kill(rank, where, AT_STEP.get(where, 0))]
         cases.append((n, {"run": run, "kills": kills}))
     expected = undisturbed(cases[0][1])
     trials = _trials(cases)
@@ -87,8 +96,7 @@ AT_STEP = {"dataset": 5, "between": 5, "reduce": 5, "commit": 5}
     ("each", "places"),
     [
         (None, PLACES),
-        (1, ("setup", "reduce")),
-        (2, ("restore", "between", "reduce")),
+        (2, ("restore", "reduce")),
         pytest.param(1, PLACES[1:6], marks=FULL),
         pytest.param(2, PLACES[1:6], marks=FULL),
     ],
@@ -271,7 +279,7 @@ def _run(n: int, name: str, *words: object) -> Ended:
 @pytest.mark.parametrize(
     ("way", "each"),
     [
-        ("go_on", 0),
+        pytest.param("go_on", 0, marks=FULL),
         pytest.param("go_on", 1, marks=FULL),
         ("go_on", 2),
         pytest.param("piece", 1, marks=FULL),
@@ -371,6 +379,7 @@ def test_one_process_needs_no_launcher(expected: dict[str, Any]) -> None:
 
 
 @ulfm
+@FULL
 def test_random_kills() -> None:
     _fail_for(killing.campaign(3, int(time.time()), local))
 

@@ -32,7 +32,11 @@ def _run(end: str, folder: Path, *more: str, **env: str) -> Ended:
     return start(NUM_RANKS, "late.py", end, folder, *more, limit=LIMIT_SECONDS, **env)
 
 
-@pytest.mark.parametrize("more", [(), ("each",)], ids=["one_worker", "worker_each"])
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param((), marks=pytest.mark.full), ("each",)],
+    ids=["one_worker", "worker_each"],
+)
 def test_summary_at_the_end_names_the_late_rank(
     tmp_path: Path, more: tuple[str, ...]
 ) -> None:
@@ -46,7 +50,7 @@ def test_summary_at_the_end_names_the_late_rank(
     assert len({calls for _, calls in rows}) == 1
 
 
-@pytest.mark.parametrize("mode", ["auto", "off"])
+@pytest.mark.parametrize("mode", ["auto", pytest.param("off", marks=pytest.mark.full)])
 def test_nothing_is_said_where_little_was_lost(tmp_path: Path, mode: str) -> None:
     ended = _run("return", tmp_path, HPCSTRAT_SUMMARY=mode)
     assert ended.returncode == 0, str(ended)
@@ -66,7 +70,11 @@ def _signalled(folder: Path, number: int) -> None:
     (folder / "go").write_text("")
 
 
-@pytest.mark.parametrize("more", [(), ("each",)], ids=["one_worker", "worker_each"])
+@pytest.mark.parametrize(
+    "more",
+    [(), pytest.param(("each",), marks=pytest.mark.full)],
+    ids=["one_worker", "worker_each"],
+)
 def test_each_worker_says_who_is_late_on_a_signal(
     tmp_path: Path, more: tuple[str, ...]
 ) -> None:

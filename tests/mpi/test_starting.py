@@ -185,7 +185,8 @@ def test_nothing_is_left_in_memory() -> None:
 @pytest.mark.parametrize(
     ("how", "when"),
     [
-        *[("spawn", "now"), ("fork", "now"), ("raw", "now"), ("spawn", "later")],
+        *[("fork", "now"), ("raw", "now"), ("spawn", "later")],
+        pytest.param("spawn", "now", marks=pytest.mark.full),
         *[("spawn", "import"), ("forkserver", "import")],
     ],
 )

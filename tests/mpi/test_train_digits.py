@@ -117,8 +117,8 @@ def test_an_empty_batch_has_no_losses_and_gradients_of_zero(
 @pytest.mark.parametrize(
     ("n", "seed"),
     [
-        (1, 0),
         (2, 1),
+        pytest.param(1, 0, marks=FULL),
         pytest.param(3, 2, marks=pytest.mark.slow),
         pytest.param(4, 3, marks=pytest.mark.slow),
         pytest.param(2, 4, marks=pytest.mark.slow),
@@ -168,6 +168,7 @@ def test_logical_replicas_give_the_same_bits_on_any_number_of_ranks(
         assert_same_bits(found, first)
 
 
+@FULL
 def test_batches_smaller_than_the_number_of_ranks_train_alike(tmp_path: Path) -> None:
     # 1,438 images in batches of 479 leave one image in the last batch, for one rank.
     options = ("--epochs", 2, "--dtype", "float64", "--global-batch", 479)
@@ -215,6 +216,7 @@ def kill_after_first_checkpoint(n: int, folder: Path) -> int:
     return max(steps) // STEPS_PER_EPOCH
 
 
+@FULL
 def test_a_killed_run_resumes_bit_by_bit(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     epochs = ("--epochs", kill_after_first_checkpoint(2, folder) + 2)
@@ -277,6 +279,7 @@ def test_the_log_of_a_run_that_was_killed_thrice_has_each_epoch_once(
         assert events == [(n, np.float32(v["loss"])) for n, v in logged(other)]
 
 
+@FULL
 def test_another_number_of_ranks_can_resume(tmp_path: Path) -> None:
     expected = train_and_load(1, tmp_path, "--epochs", 3, "--dtype", "float64")
     options = ("--dtype", "float64", "--checkpoint-dir", tmp_path, "--resume")
@@ -301,11 +304,20 @@ def test_picture_is_drawn(tmp_path: Path) -> None:
         (2, ["--epochs", "0"], "0 is not in the range"),
         # Further errors of the first kind, and of the second kind.
         (1, ["--data", "{tmp}/text"], "expected an HDF5 file with"),
-        (1, ["--checkpoint-dir", "{tmp}/text"], "found {tmp}/text: a file"),
         (1, ["--dump", "{tmp}/text/weights.npz"], "found {tmp}/text: a file"),
-        (1, ["--picture", "{tmp}/curves.txt"], "found {tmp}/curves.txt; change it"),
         (1, ["--checkpoint-dir", "{tmp}"], "add --resume to go on"),
         (1, ["--resume"], "--resume needs --checkpoint-dir"),
+        *[
+            pytest.param(*case, marks=FULL)
+            for case in (
+                (1, ["--checkpoint-dir", "{tmp}/text"], "found {tmp}/text: a file"),
+                (
+                    1,
+                    ["--picture", "{tmp}/curves.txt"],
+                    "found {tmp}/curves.txt; change it",
+                ),
+            )
+        ],
     ],
 )
 def test_mistakes_end_the_job_with_one_clear_line(

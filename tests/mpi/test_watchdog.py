@@ -106,14 +106,18 @@ def test_rank_that_comes_after_a_warning_disturbs_nobody() -> None:
         assert ended.stdout.count("done") == 3, str(ended)
 
 
-def test_expected_slowness_is_respected() -> None:
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [(3, "slow", "reduce", 1), (2, "slow_in_c", "exit", 1, 1)],
+        pytest.param(
+            [(3, "slow_in_c", "reduce", 0), (3, "slow_in_c", "reduce", 1, 1)],
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_expected_slowness_is_respected(calls: list[tuple[Any, ...]]) -> None:
     """Slowness is also respected in a worker of one rank, and in C code."""
-    calls = [
-        (3, "slow", "reduce", 1),
-        (3, "slow_in_c", "reduce", 0),
-        (3, "slow_in_c", "reduce", 1, 1),
-        (2, "slow_in_c", "exit", 1, 1),
-    ]
     for one in _together(calls, limit=4.0):
         assert one.returncode == 0, str(one)
         assert not one.late_reports, str(one)

@@ -51,9 +51,10 @@ LAYOUTS = (
 # way, and the layouts to run there (None: all). A "rule" of values needs one replica, a
 # worker of 2 replicas, and workers of unequal size. An "algorithm", a header or a wait
 # needs first, last and middle ranks and workers, which exist from 3 ranks on, and
-# workers of several ranks, which exist at 4. A "files" test needs one replica, and
-# workers of 2 replicas and of one. A test that takes seconds and fails everywhere, if
-# it fails, runs "once".
+# workers of several ranks, which exist at 4. Tests of "calls", errors and waits of any
+# algorithm need one worker, and workers of 2 replicas and of one. A "files" test needs
+# one replica, and workers of 2 replicas and of one. A test that takes seconds and fails
+# everywhere, if it fails, runs "once".
 CAN_FAIL: dict[str, dict[int, tuple[str, ...] | None]] = {
     "rule": {1: None, 2: ("one_worker",), 3: ("two_replicas_per_worker",)},
     "files": {1: None, 3: ("two_replicas_per_worker",)},
@@ -61,6 +62,7 @@ CAN_FAIL: dict[str, dict[int, tuple[str, ...] | None]] = {
         3: ("one_worker", "one_replica_per_worker"),
         4: ("two_replicas_per_worker",),
     },
+    "calls": {3: ("one_worker", "two_replicas_per_worker")},
     "once": {3: ("two_replicas_per_worker",)},
 }
 

@@ -13,7 +13,7 @@ import hpcstrat as hs
 from tests.mpi.ranks.dealing import all_steps, good, joined, rows, step_of
 from tests.mpi.ranks.outcomes import ERRORS, assert_usable, outcome
 
-pytestmark = pytest.mark.algorithm
+pytestmark = pytest.mark.calls
 
 
 CASES = 12

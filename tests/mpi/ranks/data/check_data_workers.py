@@ -13,7 +13,7 @@ import hpcstrat as hs
 from tests.mpi.ranks.dealing import all_steps, epoch_rows, flat, good, joined
 from tests.mpi.ranks.outcomes import assert_usable, outcome
 
-pytestmark = pytest.mark.algorithm
+pytestmark = pytest.mark.calls
 
 
 SINGLE = {"single_pipeline": True}

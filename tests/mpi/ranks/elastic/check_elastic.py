@@ -10,7 +10,7 @@ import pytest
 import hpcstrat as hs
 from tests.mpi.ranks.aggregations import AGGREGATIONS
 
-pytestmark = pytest.mark.algorithm
+pytestmark = pytest.mark.calls
 
 
 def _make(strategy: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import hpcstrat as hs
 from tests.mpi.ranks.outcomes import assert_only_one_failed, assert_usable, outcome
 from tests.mpi.ranks.sums import all_reduce
 
-pytestmark = pytest.mark.algorithm
+pytestmark = pytest.mark.calls
 
 
 def _reduce(op: str, value: Any) -> Callable[[Any], Any]:

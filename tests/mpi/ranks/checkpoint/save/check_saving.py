@@ -341,12 +341,12 @@ def test_many_saves_keep_neither_files_nor_memory(
     gc.collect()
     files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     memory = _resident_bytes()
-    save(20, 60)
+    save(20, 30)
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == files
     # A thread that removed an old checkpoint may have been counted before.
     assert wait_until(lambda: threading.active_count() <= threads, _LIMIT_SECONDS)
-    # If the images of saves were kept, memory would grow by 60 MiB and more.
+    # If the images of saves were kept, memory would grow by 30 MiB and more.
     assert _resident_bytes() < memory + (16 << 20)
     assert not pending_save._under_way
     manager.close()

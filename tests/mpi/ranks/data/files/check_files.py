@@ -177,6 +177,7 @@ def _as_parquet(folder: Path, x: Any, y: Any) -> Any:
     return folder
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "write",
     [

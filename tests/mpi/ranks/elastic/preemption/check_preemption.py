@@ -14,7 +14,7 @@ import pytest
 
 import hpcstrat as hs
 
-pytestmark = pytest.mark.algorithm
+pytestmark = pytest.mark.calls
 STEPS = 8
 
 

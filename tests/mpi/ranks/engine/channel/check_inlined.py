@@ -13,7 +13,7 @@ from hpcstrat.engine.channel.headers import SegmentHeaders
 from hpcstrat.engine.channel.interruptible import InterruptibleComm
 from tests.mpi.ranks.outcomes import assert_same_bits, assert_usable, outcome
 
-pytestmark = pytest.mark.algorithm
+pytestmark = pytest.mark.calls
 
 # Workers of one replica (up to four workers), and workers of unequal sizes.
 WORKER_SIZES = (1, 2, 3)

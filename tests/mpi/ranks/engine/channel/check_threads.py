@@ -13,7 +13,7 @@ import pytest
 import hpcstrat as hs
 from tests.mpi.ranks.outcomes import outcome
 
-pytestmark = pytest.mark.algorithm
+pytestmark = pytest.mark.calls
 
 
 _SECONDS = 30

@@ -14,6 +14,8 @@ from hpcstrat.engine.observe.timeline.totals import totals
 from tests.mpi.ranks.effort import SHORT
 from tests.mpi.ranks.outcomes import assert_usable, outcome
 
+pytestmark = [pytest.mark.rule, pytest.mark.algorithm]
+
 DTYPES = ["f4", "f8", "f2", "i4", "i8", "i2", "c16"]
 SHAPES = [(), (1,), (3, 5), (0,), (700,)]
 
@@ -59,8 +61,20 @@ def drawn(job: Any, shape: Any, dtype: str, seed: int) -> list[Any]:
     return [np.asarray(part).astype(dtype) for part in numbers]
 
 
-@pytest.mark.parametrize("how", ["reduce", "all_reduce"])
-@pytest.mark.parametrize("op", ["sum", hs.ReduceOp.MEAN, "Mean"])
+@pytest.mark.parametrize(
+    ("op", "how"),
+    [
+        ("sum", "reduce"),
+        ("Mean", "all_reduce"),
+        *[
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                *[(op, "reduce") for op in ("Mean", hs.ReduceOp.MEAN)],
+                *[(op, "all_reduce") for op in ("sum", hs.ReduceOp.MEAN)],
+            )
+        ],
+    ],
+)
 def test_results_are_right_each_time(
     strategy: Any, job: Any, op: Any, how: str
 ) -> None:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.rule
 
 TYPES = [np.dtype(code) for code in "efdFDbBhiql"]
 TYPES.append(np.dtype(ml_dtypes.bfloat16))
-COUNTS = [5, 8, 32]
+COUNTS = [5, 8, pytest.param(32, marks=pytest.mark.full)]
 STEPS = 9
 
 
@@ -233,7 +233,7 @@ def _step(batch: Any, state: dict[str, Any]) -> None:
 
 
 @pytest.mark.algorithm
-@pytest.mark.parametrize("count", [4, 8])
+@pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.full)])
 def test_training_has_the_bits_of_one_process(each: Any, job: Any, count: int) -> None:
     with alone(count) as one:
         wanted = training(one)
@@ -249,7 +249,7 @@ def test_training_without_the_kernel_has_the_same_bits(job: Any) -> None:
         assert training(strategy) == wanted
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_resumed_elsewhere_it_has_the_bits_of_one_that_was_not(
     job: Any, folder: Path, seed: int
 ) -> None:

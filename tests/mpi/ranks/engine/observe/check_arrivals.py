@@ -20,7 +20,7 @@ from hpcstrat.engine.observe.timeline.merging import open_timeline
 from hpcstrat.engine.observe.timeline.recorder import DATA, WAIT
 from tests.trace_format import check_trace
 
-pytestmark = pytest.mark.algorithm
+pytestmark = pytest.mark.calls
 
 
 LATE_SECONDS = 0.05

@@ -16,6 +16,8 @@ from hpcstrat.engine.topology.segment import Segment
 from hpcstrat.engine.topology.topology import Topology
 from tests.mpi.ranks.outcomes import assert_usable, outcome
 
+pytestmark = [pytest.mark.rule, pytest.mark.algorithm]
+
 
 def test_workers_are_runs_of_replicas(
     topology: Any, job: Any, topology_layout: Any

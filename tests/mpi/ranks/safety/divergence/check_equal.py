@@ -17,7 +17,7 @@ from tests.mpi.ranks.effort import examples, in_step
 from tests.mpi.ranks.outcomes import assert_usable, outcome
 from tests.mpi.ranks.sums import DTYPES
 
-pytestmark = pytest.mark.algorithm
+pytestmark = pytest.mark.calls
 
 
 PADDED = np.dtype([("a", "i1"), ("b", "f8")], align=True)
