@@ -612,7 +612,8 @@ static void begin(sum *s) {
     }
     begin_lap(s);
     s->turn = 0;
-    if (s->nbytes || !s->takes) {
+    /* A call without values needs a place only for its header, in a message. */
+    if (s->nbytes || !s->takes || s->kernel->slot == s->kernel->ring) {
         s->place = take(s);
         lay_out(s, s->place);
     }
