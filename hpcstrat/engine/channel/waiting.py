@@ -2,8 +2,11 @@
 
 A waiting rank spins for a moment. After that, the rank alternates short sleeps with
 looks, so that MPI progresses, signals are handled, and the death of a process is
-noticed. The spin time is adapted, because a spinning rank may occupy the core that the
-awaited rank needs. The watchdog's thread reports the late ranks of each wait.
+noticed. If it waits for records of its worker's ranks, the last of these records ends
+the sleep, see `hpcstrat.engine.channel.headers.KernelHeaders`. The spin time is
+adapted, because a spinning rank may occupy the core that the awaited rank needs. If
+ranks share cores, a spinning rank offers its core to other processes after each look.
+The watchdog's thread reports the late ranks of each wait.
 """
 
 from __future__ import annotations
@@ -33,8 +36,10 @@ _MOST_KERNEL_LOOKS = 4000
 _MOST_SPIN_SECONDS = 0.001
 _LEAST_SPIN_SECONDS = 2e-5
 _SHORTEST_NAP_SECONDS = 2e-5
-# A sleep is at most this share of the time waited so far.
+# A sleep is at most this share of the time waited so far. It may be longer if the
+# awaited rank wakes the sleeping rank.
 _NAP_SHARE = 1 / 32
+_WOKEN_NAP_SHARE = 1 / 2
 _LONGEST_NAP_SECONDS = 0.001
 # Expect that values in a header between workers are sent at 1 Gbit/s or more. Up to 256
 # KiB, a rank does not sleep in this time, which might stop the transfer.
@@ -136,7 +141,7 @@ class Waiter:
         self._spin = Spin()
         self._on_wire = topology.num_workers > 1
         # True if ranks share cores: spinning then delays the awaited rank.
-        self._shares_cores = topology.worker_comm.size > topology.num_cores
+        self._shares_cores = topology.shares_cores
         # Number of times a caller looks before it calls `wait`.
         self.quick_looks = 1 if self._shares_cores else _QUICK_LOOKS
         state.looks = self._looks_of_kernel()
@@ -199,6 +204,9 @@ class Waiter:
     def _nap(self, awaited: Waitable, waiting: Waiting) -> bool:
         """Wait with sleeps between the looks, so that other processes can run."""
         look_at = waiting.start + self._look_seconds
+        wakes = awaited is self._steps and self._steps.wakes
+        share = _WOKEN_NAP_SHARE if wakes else _NAP_SHARE
+        sleep: Callable[[float], None] = self._steps.sleep if wakes else time.sleep
         while True:
             late = awaited.missing()
             if not late:
@@ -211,8 +219,8 @@ class Waiter:
             if now > waiting.start + (waiting.timeout_seconds or self.limit_seconds):
                 self.check_limit(waiting)
             self._look()
-            nap = max((now - waiting.start) * _NAP_SHARE, _SHORTEST_NAP_SECONDS)
-            time.sleep(min(nap, _LONGEST_NAP_SECONDS))
+            nap = max((now - waiting.start) * share, _SHORTEST_NAP_SECONDS)
+            sleep(min(nap, _LONGEST_NAP_SECONDS))
 
     def check_limit(self, waiting: Waiting) -> None:
         """Raise CollectiveError if a wait has taken longer than its limit.

@@ -99,10 +99,11 @@ class SentValues:
 def _piece_bytes(arrays: Sequence[Array], piece_bytes: int, topology: Topology) -> int:
     """Return the size of the kernel's pieces; the same on every rank.
 
-    Two ranks of a worker that share a core add large pieces, because each piece costs
-    them a switch. Workers of one rank send all values in one piece.
+    Two ranks of a worker that share cores with other ranks, or with each other, add
+    large pieces, because each piece costs them a switch. Workers of one rank send all
+    values in one piece.
     """
-    if topology.worker_comm.size != 2 or topology.num_cores < 2:
+    if topology.worker_comm.size != 2 or topology.shares_cores:
         return piece_bytes
     large = sum(array.nbytes for array in arrays) > piece_bytes
     return min(piece_bytes, _CACHED_PIECE_BYTES) if large else piece_bytes
