@@ -168,13 +168,21 @@ static void futex_wake(_Atomic uint32_t *word) {
 #endif
 }
 
+static void post(kernel *k, int64_t run, uint64_t digest, uint64_t flags) {
+    k->tick++;
+    k->run = run, k->digest = digest, k->flags = flags;
+    record *own = k->records + (k->tick & 1) * (size_t)k->size + k->rank;
+    atomic_store_explicit(&own->run, run, memory_order_relaxed);
+    atomic_store_explicit(&own->digest, digest, memory_order_relaxed);
+    atomic_store_explicit(&own->flags, flags, memory_order_relaxed);
+    atomic_store_explicit(&own->trials, k->wanted_trials, memory_order_relaxed);
+    /* A rank that reads this tick sees all earlier stores of this rank. */
+    atomic_store_explicit(&own->tick, k->tick, memory_order_release);
+}
+
 /* Wake the ranks that sleep until all records have arrived, if no record is missing now. */
-static void wake(const kernel *k) {
+static void wake_if_complete(const kernel *k) {
     record *all = k->records + (k->tick & 1) * (size_t)k->size;
-    /* All ranks execute this fence, or the fence of `sleep_for_records`, one after the other. So
-     * either this rank sees that another rank sleeps, or the other rank sees this rank's record
-     * before it sleeps. And if ranks post at the same time, one of them sees all records. */
-    atomic_thread_fence(memory_order_seq_cst);
     uint32_t asleep = 0;
     for (int rank = 0; rank < k->size; rank++)
         asleep |= atomic_load_explicit(&all[rank].asleep, memory_order_relaxed);
@@ -186,17 +194,13 @@ static void wake(const kernel *k) {
             futex_wake(&all[rank].asleep);
 }
 
-static void post(kernel *k, int64_t run, uint64_t digest, uint64_t flags) {
-    k->tick++;
-    k->run = run, k->digest = digest, k->flags = flags;
-    record *own = k->records + (k->tick & 1) * (size_t)k->size + k->rank;
-    atomic_store_explicit(&own->run, run, memory_order_relaxed);
-    atomic_store_explicit(&own->digest, digest, memory_order_relaxed);
-    atomic_store_explicit(&own->flags, flags, memory_order_relaxed);
-    atomic_store_explicit(&own->trials, k->wanted_trials, memory_order_relaxed);
-    /* A rank that reads this tick sees all earlier stores of this rank. */
-    atomic_store_explicit(&own->tick, k->tick, memory_order_release);
-    wake(k);
+/* Wake sleeping ranks after this rank has posted a record. All ranks execute this fence, or the
+ * fence of `sleep_for_records`, one after the other. So either this rank sees that another rank
+ * sleeps, or the other rank sees this rank's record before it sleeps. And if ranks post at the same
+ * time, one of them sees all records. */
+static void wake(const kernel *k) {
+    atomic_thread_fence(memory_order_seq_cst);
+    wake_if_complete(k);
 }
 
 /* Compare all ranks' records with this rank's: return DONE if they are equal, STEP_AWAITED if some
@@ -253,6 +257,12 @@ static int look_often(const kernel *k, long looks) {
         RELAX();
         found = look(k);
     }
+    /* A fence would take 0.1 us of a call of 2 us. Without it, a rank that begins to sleep just now
+     * may not be woken, and sleeps for its whole time. */
+    if (found == STEP_AWAITED)
+        wake(k);
+    else
+        wake_if_complete(k);
     return found;
 }
 
@@ -572,7 +582,10 @@ static int advance(sum *s, long looks) {
             add_segments(s);
             post(k, 0, s->digest ^ k->next, 0);
         } else {
-            if (s->follows) post(k, 0, s->digest ^ k->next, 0);
+            if (s->follows) {
+                post(k, 0, s->digest ^ k->next, 0);
+                wake(k);
+            }
             add_piece(s);
         }
         s->lap += s->piece;
@@ -1029,6 +1042,7 @@ static PyObject *kernel_post(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "LKK", &run, &digest, &flags)) return NULL;
     if (!is_open((kernel *)self)) return NULL;
     post((kernel *)self, run, digest, flags);
+    wake((kernel *)self);
     Py_RETURN_NONE;
 }
 

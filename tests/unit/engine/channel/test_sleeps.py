@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hpcstrat.engine import native
@@ -92,6 +93,26 @@ def test_a_sleep_ends_after_its_time() -> None:
     for seconds in (0.0, 1e-4, -1.0):
         first.sleep(seconds)
     assert not first.agreed()
+
+
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_a_sum_wakes_the_rank_that_sleeps_in_it(size: int) -> None:
+    worker = Worker(native.load() or pytest.skip("there is no kernel"), 2)
+    arrays = [[np.full(size, number, np.float32)] for number in (1, 2)]
+    first, second = worker.sums(arrays, 65536, "SUM", False)
+    early, late = worker.kernels
+    early.attention = late.attention = False
+
+    def run(one: Any, own: Any, kernel: Any) -> None:
+        found = one.reduce(own, None)
+        while isinstance(found, int):
+            kernel.sleep(LONG_SECONDS)
+            found = one.take_results() if one.go_on(0) == 0 else 1
+        assert found[0][0] == 3
+
+    thread = asleep(run, first, arrays[0], early)
+    other = started(run, second, arrays[1], late)
+    join(thread, other)
 
 
 class _Steps:
