@@ -142,6 +142,7 @@ def test_a_wait_for_records_ends_with_the_last_record(
 ) -> None:
     monkeypatch.setattr(waiting, "_SHORTEST_NAP_SECONDS", LONG_SECONDS)
     monkeypatch.setattr(waiting, "_LONGEST_NAP_SECONDS", LONG_SECONDS)
+    monkeypatch.setattr(waiting, "_FIRST_NAP_SECONDS", LONG_SECONDS)
     first, second = kernels(2)
     steps: Any = _Steps(first)
     topology: Any = SimpleNamespace(
