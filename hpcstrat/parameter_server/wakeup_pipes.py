@@ -63,7 +63,7 @@ class WakeupPipes:
         ]
         # Wait, because the pipe of a process that has ended cannot be opened.
         comm.Barrier()
-        self._shares_cores = comm.size > topology.num_cores
+        self._shares_cores = topology.shares_cores
         self._alone = topology.num_workers == 1 and -1 not in self._pipes
         self._spin = Spin()
 

@@ -267,7 +267,7 @@ def pretend_channels(
                 smallest_worker=min(sizes),
                 segment=segment,
                 slot_bytes=slot_bytes,
-                num_cores=1,
+                shares_cores=size > 1,
                 survives=False,
                 moves=0,
             )

@@ -17,6 +17,11 @@ executed before each record is written, and after the records of all ranks have 
 seen: ``MPI_Win_sync``, which has this meaning for shared memory (MPI-4.1, sections 12.4
 and 12.5.3). The compiled kernel writes and reads the same records by C11 atomics: it
 stores the tick last, with release order, and loads it first, with acquire order.
+
+With the kernel, a rank may sleep until all records have arrived. A flag in its own
+record shows that it sleeps, and the rank that posts the last record wakes it by a
+futex (futex(2) in the Linux manual pages). If no rank sleeps, this costs a memory
+barrier and a look at the flags.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ import contextlib
 import os
 import platform
 import struct
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,6 +51,9 @@ class SegmentHeaders:
 
     The constructor and `close` are collective over ``topology.worker_comm``.
     """
+
+    # Whether the last header ends the sleeps of the ranks that wait for it.
+    wakes = False
 
     def __init__(self, topology: Topology) -> None:
         self._comm = topology.worker_comm
@@ -102,6 +111,10 @@ class SegmentHeaders:
             if header[0] != self.tick or check != hash(tuple(header))
         ]
 
+    def sleep(self, seconds: float) -> None:
+        """Sleep for ``seconds``, or less if ``wakes`` is true and all ranks arrive."""
+        time.sleep(seconds)
+
     def dead(self) -> list[int]:
         """Return the ranks whose processes are known to have ended."""
         return [
@@ -124,6 +137,8 @@ class SegmentHeaders:
 class KernelHeaders(SegmentHeaders):
     """The headers of a worker's ranks, written and compared by the compiled kernel."""
 
+    wakes = True
+
     def __init__(self, topology: Topology, kernel: Any) -> None:
         super().__init__(topology)
         self._kernel = kernel
@@ -144,6 +159,10 @@ class KernelHeaders(SegmentHeaders):
             for rank, (seen, *_) in enumerate(self.records(tick))
             if seen != tick
         ]
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep until the last header has arrived, but at most for ``seconds``."""
+        self._kernel.sleep(seconds)
 
     def close(self) -> None:
         """Release the kernel and the views of the segment."""

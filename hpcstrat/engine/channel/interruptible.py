@@ -8,6 +8,7 @@ other ranks, and sleeps if the wait takes long.
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -58,12 +59,14 @@ class InterruptibleComm:
         self._rooms: dict[int, list[Any]] = {}
 
     def _finish(self, awaited: Waitable, nbytes: int) -> None:
-        # Spin for the expected time: the transfer may stop while this rank sleeps.
+        # Do not sleep in the expected time, because this might stop the transfer.
         end = time.monotonic() + nbytes / _BYTES_PER_SECOND if nbytes else 0.0
         while not awaited.agreed():
             if time.monotonic() > end:
                 self._wait(awaited)
                 break
+            if self._topology.shares_cores:
+                os.sched_yield()
         self._topology.moves += 1
 
     def Barrier(self) -> None:  # noqa: N802

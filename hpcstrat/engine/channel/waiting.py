@@ -2,8 +2,12 @@
 
 A waiting rank spins for a moment. After that, the rank alternates short sleeps with
 looks, so that MPI progresses, signals are handled, and the death of a process is
-noticed. The spin time is adapted, because a spinning rank may occupy the core that the
-awaited rank needs. The watchdog's thread reports the late ranks of each wait.
+noticed. If it waits for records of its worker's ranks, the last of these records ends
+the sleep, see `hpcstrat.engine.channel.headers.KernelHeaders`. The spin time is
+adapted, because a spinning rank may occupy the core that the awaited rank needs. If
+ranks share cores, a rank sleeps at once if it is woken, and else offers its core to
+other processes after each look. The watchdog's thread reports the late ranks of each
+wait.
 """
 
 from __future__ import annotations
@@ -33,9 +37,13 @@ _MOST_KERNEL_LOOKS = 4000
 _MOST_SPIN_SECONDS = 0.001
 _LEAST_SPIN_SECONDS = 2e-5
 _SHORTEST_NAP_SECONDS = 2e-5
-# A sleep is at most this share of the time waited so far.
+# A sleep is at most this share of the time waited so far. It may be longer if the
+# awaited rank wakes the sleeping rank.
 _NAP_SHARE = 1 / 32
+_WOKEN_NAP_SHARE = 1 / 2
 _LONGEST_NAP_SECONDS = 0.001
+# The first sleep of a rank that shares cores, if the awaited rank wakes it.
+_FIRST_NAP_SECONDS = 0.0005
 # Expect that values in a header between workers are sent at 1 Gbit/s or more. Up to 256
 # KiB, a rank does not sleep in this time, which might stop the transfer.
 _WIRE_BYTES_PER_SECOND = 1.25e8
@@ -136,7 +144,7 @@ class Waiter:
         self._spin = Spin()
         self._on_wire = topology.num_workers > 1
         # True if ranks share cores: spinning then delays the awaited rank.
-        self._shares_cores = topology.worker_comm.size > topology.num_cores
+        self._shares_cores = topology.shares_cores
         # Number of times a caller looks before it calls `wait`.
         self.quick_looks = 1 if self._shares_cores else _QUICK_LOOKS
         state.looks = self._looks_of_kernel()
@@ -181,7 +189,15 @@ class Waiter:
         traveling = 0.0
         if self._on_wire and call.nbytes <= _MOST_TRAVELING_BYTES:
             traveling = call.nbytes / _WIRE_BYTES_PER_SECOND
-        while time.monotonic() < start + traveling + self._spin.seconds:
+        spin = self._spin.seconds
+        if self._shares_cores and self._is_woken(awaited):
+            # Leave the core at once. If this rank offered its core after each look, it
+            # would lose it to other programs for whole time slices.
+            self._steps.sleep(_FIRST_NAP_SECONDS)
+            if agreed():
+                return True
+            spin = 0.0
+        while time.monotonic() < start + traveling + spin:
             for _ in range(_LOOKS_BETWEEN_CLOCKS):
                 if agreed():
                     return True
@@ -199,6 +215,9 @@ class Waiter:
     def _nap(self, awaited: Waitable, waiting: Waiting) -> bool:
         """Wait with sleeps between the looks, so that other processes can run."""
         look_at = waiting.start + self._look_seconds
+        wakes = self._is_woken(awaited)
+        share = _WOKEN_NAP_SHARE if wakes else _NAP_SHARE
+        sleep: Callable[[float], None] = self._steps.sleep if wakes else time.sleep
         while True:
             late = awaited.missing()
             if not late:
@@ -211,8 +230,12 @@ class Waiter:
             if now > waiting.start + (waiting.timeout_seconds or self.limit_seconds):
                 self.check_limit(waiting)
             self._look()
-            nap = max((now - waiting.start) * _NAP_SHARE, _SHORTEST_NAP_SECONDS)
-            time.sleep(min(nap, _LONGEST_NAP_SECONDS))
+            nap = max((now - waiting.start) * share, _SHORTEST_NAP_SECONDS)
+            sleep(min(nap, _LONGEST_NAP_SECONDS))
+
+    def _is_woken(self, awaited: Waitable) -> bool:
+        """Return whether the arrival of ``awaited`` ends this rank's sleep."""
+        return awaited is self._steps and self._steps.wakes
 
     def check_limit(self, waiting: Waiting) -> None:
         """Raise CollectiveError if a wait has taken longer than its limit.

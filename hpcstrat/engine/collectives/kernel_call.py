@@ -35,10 +35,11 @@ _DONE, _HEADER_AWAITED, _, _DIFFERS, _, _HEADER_SENT = range(6)
 def cached_piece_bytes(piece_bytes: int, topology: Topology) -> int:
     """Return the size of the pieces of large arrays; the same on every rank.
 
-    Ranks of a worker that share a core copy large pieces, because each piece costs them
-    a switch. Workers of one rank send all values in one piece.
+    Two ranks of a worker that share cores with other ranks, or with each other, copy
+    large pieces, because each piece costs them a switch. Workers of one rank send all
+    values in one piece.
     """
-    if topology.worker_comm.size != 2 or topology.num_cores < 2:
+    if topology.worker_comm.size != 2 or topology.shares_cores:
         return piece_bytes
     return min(piece_bytes, _CACHED_PIECE_BYTES)
 

@@ -132,7 +132,7 @@ def shared_memory(
     """Return the choice of a sum through shared memory, for replicas of one worker."""
     ranks = topology.worker_comm.size
     default = DIRECT_PIECE_BYTES if ranks == 2 else SCATTERED_PIECE_BYTES
-    if ranks > topology.num_cores:
+    if topology.shares_cores:
         # Use large pieces: each step costs a context switch to every rank.
         default = topology.slot_bytes
     piece = _fitting(options.bytes_per_pack or default, topology)
@@ -175,7 +175,7 @@ def imagined(num_workers: int, replicas_per_worker: int) -> Any:
         num_workers=num_workers,
         num_replicas=num_workers * replicas_per_worker,
         worker_comm=SimpleNamespace(size=replicas_per_worker),
-        num_cores=replicas_per_worker,
+        shares_cores=False,
         slot_bytes=slot_bytes(replicas_per_worker, num_workers),
     )
 

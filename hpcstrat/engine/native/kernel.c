@@ -15,6 +15,7 @@
  * a place for each worker, see hpcstrat/engine/channel/worker_values.py. This file calls MPI only
  * by Python objects that `sum_keep` stores.
  */
+#define _GNU_SOURCE
 #define Py_LIMITED_API 0x030b0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -23,11 +24,19 @@
 #define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
 #define NPY_TARGET_VERSION NPY_2_0_API_VERSION
 #include <numpy/arrayobject.h>
+#include <errno.h>
+#include <limits.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#if defined __linux__ && defined __LP64__
+#define HAS_FUTEX
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "elements.h"
 
@@ -106,7 +115,9 @@ typedef struct {
     _Atomic uint64_t digest, flags;
     /* Number of rounds of trials that this rank requests; not compared between ranks. */
     _Atomic uint64_t trials;
-    char unused[24];
+    /* 1 while this rank sleeps until all ranks' records have this tick, see `sleep_for_records`. */
+    _Atomic uint32_t asleep;
+    char unused[20];
 } record;
 _Static_assert(sizeof(record) == LINE, "a record fills a cache line");
 
@@ -137,6 +148,26 @@ typedef struct {
     sum *repeated[NUM_SLOTS];
 } kernel;
 
+/* If `*word` is 1, sleep until `futex_wake` is called for it, until a signal arrives, or for at most
+ * `seconds`. */
+static void futex_wait(_Atomic uint32_t *word, double seconds) {
+    struct timespec time = {(time_t)seconds, (long)((seconds - (double)(time_t)seconds) * 1e9)};
+#ifdef HAS_FUTEX
+    if (!syscall(SYS_futex, word, FUTEX_WAIT, 1, &time, NULL, 0) || errno == EAGAIN ||
+        errno == EINTR || errno == ETIMEDOUT)
+        return;
+#endif
+    /* There are no futexes, or none in memory of this kind. */
+    nanosleep(&time, NULL);
+}
+
+static void futex_wake(_Atomic uint32_t *word) {
+    atomic_store_explicit(word, 0, memory_order_relaxed);
+#ifdef HAS_FUTEX
+    syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+#endif
+}
+
 static void post(kernel *k, int64_t run, uint64_t digest, uint64_t flags) {
     k->tick++;
     k->run = run, k->digest = digest, k->flags = flags;
@@ -147,6 +178,29 @@ static void post(kernel *k, int64_t run, uint64_t digest, uint64_t flags) {
     atomic_store_explicit(&own->trials, k->wanted_trials, memory_order_relaxed);
     /* A rank that reads this tick sees all earlier stores of this rank. */
     atomic_store_explicit(&own->tick, k->tick, memory_order_release);
+}
+
+/* Wake the ranks that sleep until all records have arrived, if no record is missing now. */
+static void wake_if_complete(const kernel *k) {
+    record *all = k->records + (k->tick & 1) * (size_t)k->size;
+    uint32_t asleep = 0;
+    for (int rank = 0; rank < k->size; rank++)
+        asleep |= atomic_load_explicit(&all[rank].asleep, memory_order_relaxed);
+    if (!asleep) return;
+    for (int rank = 0; rank < k->size; rank++)
+        if (atomic_load_explicit(&all[rank].tick, memory_order_relaxed) != k->tick) return;
+    for (int rank = 0; rank < k->size; rank++)
+        if (atomic_load_explicit(&all[rank].asleep, memory_order_relaxed))
+            futex_wake(&all[rank].asleep);
+}
+
+/* Wake sleeping ranks after this rank has posted a record. All ranks execute this fence, or the
+ * fence of `sleep_for_records`, one after the other. So either this rank sees that another rank
+ * sleeps, or the other rank sees this rank's record before it sleeps. And if ranks post at the same
+ * time, one of them sees all records. */
+static void wake(const kernel *k) {
+    atomic_thread_fence(memory_order_seq_cst);
+    wake_if_complete(k);
 }
 
 /* Compare all ranks' records with this rank's: return DONE if they are equal, STEP_AWAITED if some
@@ -187,12 +241,28 @@ static void agree_on_trials(kernel *k) {
     k->num_trials = k->wanted_trials = most;
 }
 
+/* Sleep until the last of all ranks' records has arrived, but at most for `seconds`. If no rank
+ * wakes this rank, the sleep only takes longer. */
+static void sleep_for_records(const kernel *k, double seconds) {
+    record *own = k->records + (k->tick & 1) * (size_t)k->size + k->rank;
+    atomic_store_explicit(&own->asleep, 1, memory_order_relaxed);
+    atomic_thread_fence(memory_order_seq_cst);
+    if (look(k) == STEP_AWAITED) futex_wait(&own->asleep, seconds);
+    atomic_store_explicit(&own->asleep, 0, memory_order_relaxed);
+}
+
 static int look_often(const kernel *k, long looks) {
     int found = look(k);
     while (found == STEP_AWAITED && looks-- > 0) {
         RELAX();
         found = look(k);
     }
+    /* A fence would take 0.1 us of a call of 2 us. Without it, a rank that begins to sleep just now
+     * may not be woken, and sleeps for its whole time. */
+    if (found == STEP_AWAITED)
+        wake(k);
+    else
+        wake_if_complete(k);
     return found;
 }
 
@@ -650,7 +720,10 @@ static int advance(sum *s, long looks) {
             add_segments(s);
             post(k, 0, s->digest ^ k->next, 0);
         } else {
-            if (s->follows) post(k, 0, s->digest ^ k->next, 0);
+            if (s->follows) {
+                post(k, 0, s->digest ^ k->next, 0);
+                wake(k);
+            }
             if (s->of)
                 add_parts(s);
             else if (s->takes)
@@ -1273,6 +1346,7 @@ static PyObject *kernel_post(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "LKK", &run, &digest, &flags)) return NULL;
     if (!is_open((kernel *)self)) return NULL;
     post((kernel *)self, run, digest, flags);
+    wake((kernel *)self);
     Py_RETURN_NONE;
 }
 
@@ -1288,6 +1362,22 @@ static PyObject *kernel_repeater(PyObject *self, PyObject *Py_UNUSED(none)) {
 static PyObject *kernel_agreed(PyObject *self, PyObject *Py_UNUSED(none)) {
     if (!is_open((kernel *)self)) return NULL;
     return PyBool_FromLong(look((kernel *)self) == DONE);
+}
+
+/* sleep(seconds): see `sleep_for_records`; other threads run meanwhile. */
+static PyObject *kernel_sleep(PyObject *self, PyObject *seconds) {
+    kernel *k = (kernel *)self;
+    double most = PyFloat_AsDouble(seconds);
+    if (most == -1 && PyErr_Occurred()) return NULL;
+    if (!is_open(k)) return NULL;
+    /* Another thread may close the kernel: keep the memory until this thread is awake. */
+    Py_buffer held;
+    if (PyObject_GetBuffer(k->segment.obj, &held, PyBUF_SIMPLE)) return NULL;
+    PyThreadState *thread = PyEval_SaveThread();
+    sleep_for_records(k, most > 0 ? most : 0);
+    PyEval_RestoreThread(thread);
+    PyBuffer_Release(&held);
+    Py_RETURN_NONE;
 }
 
 /* arrive(): see `arrive` */
@@ -1338,6 +1428,7 @@ static int kernel_init(PyObject *self, PyObject *args, PyObject *Py_UNUSED(names
 static PyMethodDef kernel_methods[] = {
     {"post", kernel_post, METH_VARARGS, NULL},
     {"agreed", kernel_agreed, METH_NOARGS, NULL},
+    {"sleep", kernel_sleep, METH_O, NULL},
     {"arrive", kernel_arrive, METH_NOARGS, NULL},
     {"close", kernel_close, METH_NOARGS, NULL},
     {"repeater", kernel_repeater, METH_NOARGS, NULL},
@@ -1396,7 +1487,7 @@ PyMODINIT_FUNC PyInit_kernel(void) {
     int good = made && kernel_type && sum_type &&
                !PyModule_AddObjectRef(made, "Kernel", kernel_type) &&
                !PyModule_AddObjectRef(made, "Sum", sum_type) &&
-               !PyModule_AddIntConstant(made, "VERSION", 6);
+               !PyModule_AddIntConstant(made, "VERSION", 7);
     if (!good) Py_CLEAR(made);
     return made;
 }

@@ -1,4 +1,4 @@
-"""Finds ranks that the launcher has bound to too few cores."""
+"""Counts the ranks that use the same cores, and finds ranks with too few cores."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["CoreMasks", "CrowdedRanks", "crowded_ranks", "own_masks"]
+__all__ = [
+    "CoreMasks",
+    "CrowdedRanks",
+    "crowded_ranks",
+    "num_users",
+    "own_masks",
+    "remember_masks",
+]
+
+# The masks of the ranks of the largest topology of this job on this node.
+_known: list[CoreMasks] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +67,17 @@ def crowded_ranks(masks: Sequence[CoreMasks]) -> Iterator[CrowdedRanks]:
         # If the launcher has no other cores, the binding does not cause the sharing.
         if len(ranks) > len(cores) and every - cores:
             yield CrowdedRanks(ranks, cores, len(every - cores))
+
+
+def remember_masks(masks: Sequence[CoreMasks], *, anew: bool) -> None:
+    """Store the masks of the ranks of a topology on this node, for `num_users`.
+
+    Masks of more ranks that were stored earlier are kept, unless ``anew`` is true.
+    """
+    if anew or len(masks) > len(_known):
+        _known[:] = masks
+
+
+def num_users(cores: frozenset[int]) -> int:
+    """Return the number of known ranks of this node that use no other cores."""
+    return sum(mask.own <= cores for mask in _known)

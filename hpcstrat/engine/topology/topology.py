@@ -8,7 +8,11 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hpcstrat.engine.topology.bindings import own_masks
+from hpcstrat.engine.topology.bindings import (
+    num_users,
+    own_masks,
+    remember_masks,
+)
 from hpcstrat.engine.topology.segment import Segment
 from hpcstrat.engine.topology.start_warnings import warn_of_bindings, warn_of_memory
 from hpcstrat.engine.topology.starting import expect_losses, start_mpi
@@ -90,6 +94,9 @@ class Topology:
         Number of processor cores that the worker's replicas may use.
     cores_each : int
         Number of cores of this replica, if a core shared by n ranks counts as 1/n.
+    shares_cores : bool
+        Whether more ranks than cores use the cores of the worker's replicas. Ranks of
+        the job that are not replicas count, too, if they have formed a topology.
 
     Raises
     ------
@@ -182,7 +189,11 @@ class Topology:
         )
         # The ranks' cores differ if the launcher binds ranks to cores.
         cores = self.worker_comm.allgather(os.sched_getaffinity(0))
-        self.num_cores = len(set().union(*cores))
+        every = frozenset[int]().union(*cores)
+        self.num_cores = len(every)
+        users = max(self.worker_comm.size, num_users(every))
+        users = self.worker_comm.allreduce(users, op=mpi.MAX)
+        self.shares_cores: bool = users > self.num_cores
 
     def _made(self, parent: Any, make: Callable[..., Any], *args: Any) -> Any:
         """Create a communicator, and store it, so that `revoke` revokes it, too."""
@@ -241,6 +252,7 @@ class Topology:
                 expect_losses()
         masks = node.allgather(own_masks())
         warn_of_bindings(node.rank, masks)
+        remember_masks(masks, anew=self.spans_job or self.survives)
         cores = [mask.own for mask in masks]
         # A core that n ranks share counts as 1/n.
         parts = (1 / sum(core in other for other in cores) for core in cores[node.rank])

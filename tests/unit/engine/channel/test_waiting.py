@@ -50,6 +50,8 @@ class _Awaited:
 
 
 class _Nobody:
+    wakes = False
+
     def dead(self) -> list[int]:
         """Return that no rank is dead."""
         return []
@@ -71,7 +73,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def _waiter() -> Waiter:
     worker_comm = SimpleNamespace(size=2)
     topology: Any = SimpleNamespace(
-        survives=False, num_workers=1, num_cores=2, worker_comm=worker_comm
+        survives=False, num_workers=1, shares_cores=False, worker_comm=worker_comm
     )
     steps: Any = _Nobody()
     # The tests call only `wait`, which records no statistics.

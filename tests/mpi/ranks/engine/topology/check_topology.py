@@ -57,6 +57,19 @@ def test_cores_are_shared_by_all_ranks_of_the_node(
         assert each == max(1, len(own) // job.size)
 
 
+@pytest.mark.once
+def test_cores_are_shared_with_ranks_outside_of_the_topology(
+    job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    pair = job.Split(job.rank // 2, job.rank)
+    whole, part = Topology(job), Topology(pair)
+    assert whole.shares_cores == part.shares_cores == (job.size > 2)
+    part.close()
+    whole.close()
+    pair.Free()
+
+
 def test_cross_worker_comm_joins_the_same_position_of_every_worker(
     topology: Any, job: Any
 ) -> None:
