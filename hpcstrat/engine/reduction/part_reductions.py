@@ -135,6 +135,8 @@ class PartReductions:
         self._moves.check_parts(parts, result, self._rank)
         flat, flats = flat_view(result), [flat_view(part) for part in parts]
         call, seconds = describe_arrays(what, parts[0], flats), self._seconds
+        if self.collectives.channel is not None:
+            self.collectives.channel.failures.refuse(call)
         kernel_call = self._kernel_scatter(function, parts, result, call, divisor)
         if kernel_call is not None:
             kernel_call.keep(self._repeat, what, (name,), True, seconds)

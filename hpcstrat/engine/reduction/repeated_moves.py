@@ -129,6 +129,7 @@ class RepeatedMoves:
         """
         channel: Any = self._collectives.channel
         timeout_seconds = self._collectives.timeout_seconds
+        channel.failures.refuse(move.call)
         if len(self._kinds) >= _MOST_KINDS:
             self._kinds.clear()
         kind = self._kinds.setdefault(_mark(move.call), _Kind())
