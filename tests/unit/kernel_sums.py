@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import mmap
+import os
 import random
 import sys
 from collections.abc import Sequence
@@ -40,6 +41,22 @@ class Worker:
         self.kernels = [
             module.Kernel(memory, *sizes, rank, ranks) for rank in range(ranks)
         ]
+        # True if ranks read each other's arrays in calls that move data.
+        self.reads = False
+
+    def read_arrays(self) -> None:
+        """Let ranks read each other's arrays, if the operating system allows it."""
+        tokens = [bytes([rank]) * 16 for rank in range(len(self.kernels))]
+        told = [
+            (os.getpid(), kernel.offer(token), token)
+            for kernel, token in zip(self.kernels, tokens, strict=True)
+        ]
+        reads = [
+            kernel.reads(rank, *one)
+            for kernel in self.kernels
+            for rank, one in enumerate(told)
+        ]
+        self.reads = all(reads)
 
     def sums(
         self,

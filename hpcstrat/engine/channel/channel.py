@@ -19,7 +19,12 @@ from hpcstrat.engine.channel.call_state import CallState, Watched
 from hpcstrat.engine.channel.disagreement import LEFT, NOTICE, Announcement
 from hpcstrat.engine.channel.entries import open_channels
 from hpcstrat.engine.channel.failures import Failures
-from hpcstrat.engine.channel.headers import KernelHeaders, SegmentHeaders, make_kernel
+from hpcstrat.engine.channel.headers import (
+    KernelHeaders,
+    SegmentHeaders,
+    make_kernel,
+    may_read_memory,
+)
 from hpcstrat.engine.channel.interruptible import InterruptibleComm
 from hpcstrat.engine.channel.pending_calls import PendingCalls
 from hpcstrat.engine.channel.position import Position
@@ -70,6 +75,8 @@ class Channel:
         # does not have it. The kernel also holds the state of the calls.
         in_worker = make_kernel(topology) if native else None
         values = make_worker_values(topology) if native else None
+        # True if ranks can read each other's arrays, for large calls that move data.
+        self.reads_memory = native and may_read_memory(topology, in_worker)
         self.kernel = in_worker if values is None else values.kernel
         self.state: Any = CallState() if self.kernel is None else self.kernel
         self.closed, self.elsewhere, self.notice = False, None, ""

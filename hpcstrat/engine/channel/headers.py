@@ -29,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import secrets
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -38,8 +39,9 @@ from hpcstrat.engine.native import load
 from hpcstrat.engine.topology.process_stat import START, STATE, process_stat
 from hpcstrat.engine.topology.topology import RECORD_BYTES, SLOTS_IN_RING, Topology
 
-__all__ = ["KernelHeaders", "SegmentHeaders", "make_kernel"]
+__all__ = ["KernelHeaders", "SegmentHeaders", "make_kernel", "may_read_memory"]
 
+_TOKEN_BYTES = 16
 # The start time of a process that cannot be looked up at the moment.
 _UNKNOWN = "?"
 _RECORD = struct.Struct("=5q24x")
@@ -188,6 +190,22 @@ def make_kernel(topology: Topology) -> Any:
     if kernel is not None and not everywhere:
         kernel.close()
     return kernel if everywhere else None
+
+
+def may_read_memory(topology: Topology, kernel: Any) -> bool:
+    """Return whether all ranks of this worker can read each other's memory.
+
+    Collective over ``topology.worker_comm``. Each rank tries it, because an operating
+    system may forbid it, for example in containers. In a container, a process ID may
+    also belong to another process: therefore ranks compare random bytes.
+    """
+    comm, token = topology.worker_comm, secrets.token_bytes(_TOKEN_BYTES)
+    own = os.getpid(), 0 if kernel is None else kernel.offer(token), token
+    told = comm.allgather(own)
+    reads = [
+        kernel is not None and kernel.reads(rank, *one) for rank, one in enumerate(told)
+    ]
+    return all(comm.allgather(all(reads)))
 
 
 def _memory_barrier(

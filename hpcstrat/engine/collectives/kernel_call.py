@@ -19,6 +19,7 @@ from hpcstrat.engine.channel.wire_headers import HEADER_BYTES, WireHeaders
 from hpcstrat.engine.channel.worker_values import WorkerValues
 from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.engine.typing import Array
+from hpcstrat.errors import CollectiveError
 
 __all__ = ["SMALL_BYTES", "KernelCall", "SentValues", "cached_piece_bytes"]
 
@@ -29,7 +30,7 @@ SMALL_BYTES = 32 << 10
 # in turn, stay in the cache of a core.
 _CACHED_PIECE_BYTES = 64 << 10
 # Return codes of the kernel.
-_DONE, _HEADER_AWAITED, _, _DIFFERS, _, _HEADER_SENT = range(6)
+_DONE, _HEADER_AWAITED, _, _DIFFERS, _, _HEADER_SENT, _NOT_READ = range(7)
 
 
 def cached_piece_bytes(piece_bytes: int, topology: Topology) -> int:
@@ -145,7 +146,13 @@ class _KernelWaits:
             one.go_on(0)
             return one.take_results()
         with channel.moving(self.call):
-            while one.go_on(channel.state.looks) != _DONE:
+            while (found := one.go_on(channel.state.looks)) != _DONE:
+                if found == _NOT_READ:
+                    raise CollectiveError(
+                        "expected to read the memory of the other ranks in "
+                        f"{self.call.text}, found that this failed; look whether a "
+                        "rank has died, or set HPCSTRAT_NATIVE=0"
+                    )
                 # `wait` raises CollectiveError if the ranks are in different steps.
                 channel.wait(channel.steps, self.call)
         return one.take_results()

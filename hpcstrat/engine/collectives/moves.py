@@ -35,6 +35,10 @@ from hpcstrat.engine.typing import Array
 __all__ = ["MovePlan", "hand_over"]
 
 _TAG = 23
+# Ranks read streams from this size on in each other's memory, instead of copying them
+# through the places of the rings: each byte is copied once. Below, this is slower.
+_LEAST_READ_BYTES = 512 << 10
+_MOST_READ_ARRAYS = 2000
 # Streams begin at multiples of this size in a header between workers.
 _ALIGNMENT_BYTES = 16
 _Piece = TypeVar("_Piece")
@@ -93,8 +97,19 @@ class MovePlan:
             call,
             call.digest,
             self._new if large else None,
+            self._reads(len(sources), len(results)),
         )
         self._kernel = KernelCall(channel, call, one, sent)
+
+    def _reads(self, *counts: int) -> bool:
+        """Return whether ranks read each other's arrays; the same on every rank.
+
+        ``counts`` are the numbers of this rank's arrays and results.
+        """
+        channel = self._channel
+        most = max(*counts, channel.topology.num_replicas)
+        large = self._blocks.nbytes >= _LEAST_READ_BYTES and most < _MOST_READ_ARRAYS
+        return large and channel.wire is None and channel.reads_memory
 
     def _new(self) -> list[Array]:
         made: list[Array] = self._allocate(self.results)

@@ -27,7 +27,7 @@ __all__ = [
     "type_codes",
 ]
 
-VERSION = 7
+VERSION = 8
 """Version of the kernel that this package can use; other versions are ignored."""
 
 _READER_VERSION = 2

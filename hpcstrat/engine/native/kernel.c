@@ -35,13 +35,14 @@
 #define HAS_FUTEX
 #include <linux/futex.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 #endif
 
 #include "elements.h"
 
-enum { DONE, HEADER_AWAITED, STEP_AWAITED, DIFFERS, STEP_DIFFERS, HEADER_SENT };
-enum { CHUNK = 8 << 10, UNLOCKED_FROM = 16 << 10 };
+enum { DONE, HEADER_AWAITED, STEP_AWAITED, DIFFERS, STEP_DIFFERS, HEADER_SENT, NOT_READ };
+enum { CHUNK = 8 << 10, UNLOCKED_FROM = 16 << 10, MOST_SOURCES = 2048 };
 
 /* ---- Copies --------------------------------------------------------------------------- */
 
@@ -122,7 +123,7 @@ typedef struct {
 _Static_assert(sizeof(record) == LINE, "a record fills a cache line");
 
 typedef struct sum sum;
-enum { NUM_SLOTS = 64 };
+enum { NUM_SLOTS = 64, TOKEN_BYTES = 16 };
 
 typedef struct {
     PyObject_HEAD
@@ -146,6 +147,9 @@ typedef struct {
     Py_buffer segment;
     /* Hash table of the sums for `repeat`, by the shape of an array, or the number of arrays. */
     sum *repeated[NUM_SLOTS];
+    /* The process IDs of all ranks, for `read_memory`; bytes by which other ranks test it. */
+    long *processes;
+    char token[TOKEN_BYTES];
 } kernel;
 
 /* If `*word` is 1, sleep until `futex_wake` is called for it, until a signal arrives, or for at most
@@ -165,6 +169,34 @@ static void futex_wake(_Atomic uint32_t *word) {
     atomic_store_explicit(word, 0, memory_order_relaxed);
 #ifdef HAS_FUTEX
     syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+#endif
+}
+
+/* Read the memory of another rank's process into `count` chunks of `chunk` bytes, which begin at
+ * multiples of `stride`; return whether this succeeded. The kernel of the operating system copies
+ * the bytes once, see process_vm_readv(2) in the Linux manual pages. */
+static int read_memory(long process, uint64_t address, char *to, size_t chunk, size_t count,
+                       size_t stride) {
+#ifdef HAS_FUTEX
+    enum { MOST_CHUNKS = 64, MOST_BYTES = 64 << 20 };
+    for (size_t done = 0, within = 0; done < count;) {
+        struct iovec local[MOST_CHUNKS];
+        size_t n = 0, nbytes = 0;
+        while (n < MOST_CHUNKS && done < count && nbytes < MOST_BYTES) {
+            size_t size = chunk - within < MOST_BYTES - nbytes ? chunk - within : MOST_BYTES - nbytes;
+            local[n++] = (struct iovec){to + done * stride + within, size};
+            nbytes += size, within += size;
+            if (within == chunk) done++, within = 0;
+        }
+        struct iovec remote = {(void *)(uintptr_t)address, nbytes};
+        long found = syscall(SYS_process_vm_readv, process, local, n, &remote, 1, 0);
+        if (found < 0 || (size_t)found != nbytes) return 0;
+        address += nbytes;
+    }
+    return 1;
+#else
+    (void)process, (void)address, (void)to, (void)chunk, (void)count, (void)stride;
+    return 0;
 #endif
 }
 
@@ -340,6 +372,8 @@ struct sum {
      * elements of the longest part. `put`, `taken` and `piece` then count elements. */
     const type *of;
     size_t longest;
+    /* Whether ranks read each other's arrays, instead of copying them into places. */
+    int direct;
     /* Rank 0's place of this piece, and of the next; the places of the other ranks follow at
      * multiples of `stride`. */
     char *place, *after;
@@ -412,9 +446,14 @@ static size_t run_of(const sum *s, cursor *c, size_t *used, const type **of) {
 
 static void put_blocks(sum *s, char *place);
 static void put_parts(sum *s, char *place);
+static void put_addresses(sum *s, char *place);
 
 /* Copy the next piece of this rank's values into its place. */
 static void lay_out(sum *s, char *place) {
+    if (s->direct) {
+        put_addresses(s, place);
+        return;
+    }
     if (s->of) {
         put_parts(s, place);
         return;
@@ -593,6 +632,54 @@ static void take_blocks(sum *s) {
     if (s->form & STREAM_RESULTS) FENCE();
 }
 
+/* In a place for a call of ranks that read each other's arrays. */
+typedef struct {
+    uint64_t offset, address;
+} source;
+
+/* Write the addresses of this rank's blocks into its place. */
+static void put_addresses(sum *s, char *place) {
+    source *own = (source *)at(s, s->kernel->rank, place);
+    for (int i = 0; i < s->num_puts; i++) {
+        const block *b = s->puts + i;
+        own[i] = (source){b->offset, (uintptr_t)(s->entries[b->array].source + b->at)};
+    }
+    own[s->num_puts] = (source){UINT64_MAX, 0};
+}
+
+/* Copy all blocks from the arrays of their ranks; return whether this succeeded. */
+static int read_blocks(sum *s) {
+    kernel *k = s->kernel;
+    int here = s->own_source >= 0 &&
+               s->entries[s->own_source].source == s->entries[s->own_result].target;
+    if (s->own_source >= 0 && !s->own_taken && !here)
+        memcpy(s->entries[s->own_result].target, s->entries[s->own_source].source,
+               s->entries[s->own_source].count);
+    for (int shift = 0; shift < k->size; shift++) {
+        /* Begin with the own values, then read from all ranks at the same time. */
+        int rank = (k->rank + shift) % k->size;
+        const source *of = (const source *)at(s, rank, s->place);
+        for (int i = 0; i < s->num_takes; i++) {
+            const block *b = s->takes + i;
+            if (b->rank != rank || (rank == k->rank && here)) continue;
+            int j = 0;
+            while (of[j].offset != b->offset && of[j].offset != UINT64_MAX) j++;
+            if (of[j].offset == UINT64_MAX) return 0;
+            char *to = s->entries[b->array].target + b->at;
+            if (rank != k->rank) {
+                if (!read_memory(k->processes[rank], of[j].address, to, b->chunk, b->count,
+                                 b->stride))
+                    return 0;
+                continue;
+            }
+            const char *from = (const char *)(uintptr_t)of[j].address;
+            for (size_t n = 0; n < b->count; n++)
+                memcpy(to + n * b->stride, from + n * b->chunk, b->chunk);
+        }
+    }
+    return 1;
+}
+
 /* Copy the next piece of the parts for all other ranks into this rank's place: first the part for
  * the next rank. */
 static void put_parts(sum *s, char *place) {
@@ -647,6 +734,7 @@ static void add_parts(sum *s) {
 
 /* Return whether there are pieces that have not been copied into a place. */
 static int has_more(const sum *s) {
+    if (s->direct) return 0;
     if (s->of) return s->put < s->longest;
     if (s->takes) return s->put < s->nbytes;
     cursor probe = s->laid;
@@ -655,7 +743,9 @@ static int has_more(const sum *s) {
     return run_of(s, &probe, &used, &of) > 0;
 }
 
-static trials *trials_of(sum *s) { return s->nbytes < STREAM_FROM ? NULL : s->kinds + s->in_place; }
+static trials *trials_of(sum *s) {
+    return s->nbytes < STREAM_FROM || s->direct ? NULL : s->kinds + s->in_place;
+}
 
 /* Begin to time a call, or a part of a long call, called a lap. Each lap of a long call may use
  * another form, so that the trial of a slow form does not slow down the whole call. */
@@ -715,6 +805,15 @@ static int advance(sum *s, long looks) {
         if (s->follows) {
             s->after = take(s);
             lay_out(s, s->after);
+        }
+        if (s->direct) {
+            if (!read_blocks(s)) {
+                s->state = IN_HEADER;
+                return NOT_READ;
+            }
+            /* No rank may change its arrays before all ranks have read them. */
+            post(k, 0, s->digest ^ k->next, 0);
+            continue;
         }
         if (s->scattered) {
             add_segments(s);
@@ -1213,7 +1312,7 @@ static size_t bytes_of(PyObject *list, Py_ssize_t i) {
 /* Read blocks from a buffer of int64 with seven numbers for each. Return NULL with an error unless
  * every block lies in its array, and in the stream. One more block is allocated, so that the result
  * is not NULL. */
-static block *read_blocks(PyObject *numbers, PyObject *likes, const sum *s, int *count) {
+static block *blocks_from(PyObject *numbers, PyObject *likes, const sum *s, int *count) {
     Py_buffer view;
     if (PyObject_GetBuffer(numbers, &view, PyBUF_SIMPLE)) return NULL;
     const int64_t *from = view.buf;
@@ -1244,17 +1343,17 @@ static block *read_blocks(PyObject *numbers, PyObject *likes, const sum *s, int 
 }
 
 /* move(kernel, puts, takes, nbytes, own_source, own_result, likes, result_likes, piece_bytes, call,
- * digest, allocate): return an object like a Sum for calls that move data. Each rank has a stream of
+ * digest, allocate, direct): return an object like a Sum for calls that move data. Each rank has a stream of
  * bytes, at most `nbytes` long: the blocks `puts` of its arrays. It takes the blocks `takes` from the
- * streams of all ranks into its results. */
+ * streams of all ranks into its results. If `direct` is true, they read each other's arrays. */
 static PyObject *make_move(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *owner, *puts, *takes, *likes, *result_likes, *call, *allocate;
     Py_ssize_t nbytes, piece;
-    int own_source, own_result;
+    int own_source, own_result, direct;
     unsigned long long digest;
-    if (!PyArg_ParseTuple(args, "O!OOniiO!O!nOKO", kernel_type, &owner, &puts, &takes, &nbytes,
+    if (!PyArg_ParseTuple(args, "O!OOniiO!O!nOKOp", kernel_type, &owner, &puts, &takes, &nbytes,
                           &own_source, &own_result, &PyList_Type, &likes, &PyList_Type,
-                          &result_likes, &piece, &call, &digest, &allocate))
+                          &result_likes, &piece, &call, &digest, &allocate, &direct))
         return NULL;
     kernel *k = (kernel *)owner;
     Py_ssize_t num_arrays = PyList_Size(likes), num_results = PyList_Size(result_likes);
@@ -1272,8 +1371,8 @@ static PyObject *make_move(PyObject *Py_UNUSED(module), PyObject *args) {
     s->own_source = own_source, s->own_result = own_result;
     size_t most = (size_t)(num_arrays > num_results ? num_arrays : num_results);
     s->entries = PyMem_Calloc(most + 1, sizeof *s->entries);
-    s->puts = read_blocks(puts, likes, s, &s->num_puts);
-    s->takes = s->puts ? read_blocks(takes, result_likes, s, &s->num_takes) : NULL;
+    s->puts = blocks_from(puts, likes, s, &s->num_puts);
+    s->takes = s->puts ? blocks_from(takes, result_likes, s, &s->num_takes) : NULL;
     if (!s->entries || !s->takes) {
         if (!PyErr_Occurred()) PyErr_NoMemory();
         Py_DECREF(self);
@@ -1289,7 +1388,16 @@ static PyObject *make_move(PyObject *Py_UNUSED(module), PyObject *args) {
         Py_DECREF(self);
         return PyErr_Format(PyExc_ValueError, "expected own arrays of equal sizes");
     }
-    place_pieces(s, s->nbytes, s->piece);
+    s->direct = direct;
+    size_t room = ((size_t)s->num_puts + 1) * sizeof(source);
+    if (direct && (!k->processes || room > k->slot || room > MOST_SOURCES * sizeof(source))) {
+        Py_DECREF(self);
+        return PyErr_Format(PyExc_ValueError, "expected few arrays, which other ranks may read");
+    }
+    if (direct)
+        place_pieces(s, MOST_SOURCES * sizeof(source), MOST_SOURCES * sizeof(source));
+    else
+        place_pieces(s, s->nbytes, s->piece);
     return self;
 }
 
@@ -1380,6 +1488,37 @@ static PyObject *kernel_sleep(PyObject *self, PyObject *seconds) {
     Py_RETURN_NONE;
 }
 
+/* offer(token): store bytes that other ranks try to read; return their address. */
+static PyObject *kernel_offer(PyObject *self, PyObject *token) {
+    char *data;
+    Py_ssize_t size;
+    if (PyBytes_AsStringAndSize(token, &data, &size)) return NULL;
+    if (size != TOKEN_BYTES)
+        return PyErr_Format(PyExc_ValueError, "expected a token of %d bytes", TOKEN_BYTES);
+    memcpy(((kernel *)self)->token, data, TOKEN_BYTES);
+    return PyLong_FromVoidPtr(((kernel *)self)->token);
+}
+
+/* reads(rank, process, address, token): return whether this rank can read the memory of a process,
+ * where another rank has stored its token. */
+static PyObject *kernel_reads(PyObject *self, PyObject *args) {
+    kernel *k = (kernel *)self;
+    char found[TOKEN_BYTES] = {0};
+    int rank;
+    long process;
+    unsigned long long address;
+    const char *token;
+    Py_ssize_t size;
+    if (!PyArg_ParseTuple(args, "ilKy#", &rank, &process, &address, &token, &size)) return NULL;
+    if (rank < 0 || rank >= k->size || size != TOKEN_BYTES)
+        return PyErr_Format(PyExc_ValueError, "expected a rank, and a token of %d bytes", TOKEN_BYTES);
+    if (!k->processes) k->processes = PyMem_Calloc((size_t)k->size, sizeof *k->processes);
+    if (!k->processes) return PyErr_NoMemory();
+    k->processes[rank] = process;
+    return PyBool_FromLong(read_memory(process, address, found, TOKEN_BYTES, 1, 0) &&
+                           !memcmp(found, token, TOKEN_BYTES));
+}
+
 /* arrive(): see `arrive` */
 static PyObject *kernel_arrive(PyObject *self, PyObject *Py_UNUSED(none)) {
     if (!is_open((kernel *)self)) return NULL;
@@ -1398,6 +1537,7 @@ static void kernel_dealloc(PyObject *self) {
     PyTypeObject *class = Py_TYPE(self);
     Py_XDECREF(kernel_close(self, NULL));
     Py_XDECREF(((kernel *)self)->what);
+    PyMem_Free(((kernel *)self)->processes);
     ((freefunc)PyType_GetSlot(class, Py_tp_free))(self);
     Py_DECREF(class);
 }
@@ -1430,6 +1570,8 @@ static PyMethodDef kernel_methods[] = {
     {"agreed", kernel_agreed, METH_NOARGS, NULL},
     {"sleep", kernel_sleep, METH_O, NULL},
     {"arrive", kernel_arrive, METH_NOARGS, NULL},
+    {"offer", kernel_offer, METH_O, NULL},
+    {"reads", kernel_reads, METH_VARARGS, NULL},
     {"close", kernel_close, METH_NOARGS, NULL},
     {"repeater", kernel_repeater, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
@@ -1487,7 +1629,7 @@ PyMODINIT_FUNC PyInit_kernel(void) {
     int good = made && kernel_type && sum_type &&
                !PyModule_AddObjectRef(made, "Kernel", kernel_type) &&
                !PyModule_AddObjectRef(made, "Sum", sum_type) &&
-               !PyModule_AddIntConstant(made, "VERSION", 7);
+               !PyModule_AddIntConstant(made, "VERSION", 8);
     if (!good) Py_CLEAR(made);
     return made;
 }

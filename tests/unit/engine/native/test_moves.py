@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -35,7 +36,9 @@ def _move(
         np.array(some, np.int64).reshape(-1) for some in (blocks.puts, blocks.takes)
     )
     how = puts, takes, blocks.nbytes, *blocks.own, list(sources), list(results)
-    return worker.module.move(worker.kernels[rank], *how, piece, "call", 7, None)
+    return worker.module.move(
+        worker.kernels[rank], *how, piece, "call", 7, None, worker.reads
+    )
 
 
 def _run(
@@ -147,6 +150,8 @@ def _in_own_type(terms: list[Any], dtype: np.dtype[Any]) -> Any:
 def test_moves_are_numpys(kernel: ModuleType, seed: int, ranks: int) -> None:
     draw = random.Random(seed)
     worker = Worker(kernel, ranks, draw.choice([256 << 10, 1 << 20]))
+    if draw.random() < 0.5:
+        worker.read_arrays()
     kinds = [_gather, _all_to_all, _scatter]
     made = [draw.choice(kinds)(worker, draw) for _ in range(3)]
     _run(worker, draw, [calls for calls, _ in made])
@@ -166,9 +171,22 @@ def test_blocks_outside_of_their_arrays_are_refused(kernel: ModuleType) -> None:
     ]
     for block in (good, *wrong):
         puts, none = np.array(block, np.int64), np.empty(0, np.int64)
-        how = puts, none, 10, -1, -1, [array], [], 64, "call", 7, None
+        how = puts, none, 10, -1, -1, [array], [], 64, "call", 7, None, False
         if block is good:
             worker.module.move(worker.kernels[0], *how)
             continue
         with pytest.raises(ValueError, match="blocks that lie in their arrays"):
             worker.module.move(worker.kernels[0], *how)
+
+
+def test_memory_of_another_process_is_not_read(kernel: ModuleType) -> None:
+    worker = Worker(kernel, 2)
+    token = b"0123456789abcdef"
+    address = worker.kernels[1].offer(token)
+    assert worker.kernels[0].reads(1, os.getpid(), address, token)
+    # The process exists, but has other bytes there.
+    assert not worker.kernels[0].reads(1, os.getpid(), address, token[::-1])
+    assert not worker.kernels[0].reads(1, os.getpid(), 64, token)
+    assert not worker.kernels[0].reads(1, 2**22 + 1, address, token)
+    with pytest.raises(ValueError, match="token of 16 bytes"):
+        worker.kernels[0].reads(1, os.getpid(), address, b"short")
