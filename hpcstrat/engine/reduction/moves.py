@@ -18,6 +18,7 @@ from hpcstrat.engine.arrays.kinds import as_array, is_device
 from hpcstrat.engine.call_sites import call_site
 from hpcstrat.engine.channel.call import Call, describe_call, signature_text
 from hpcstrat.engine.channel.entries import collective
+from hpcstrat.engine.channel.waitable import LengthsDifferError
 from hpcstrat.engine.collectives.blocks import (
     Blocks,
     broadcast_blocks,
@@ -90,7 +91,10 @@ class Moves:
 
     def repeat_gather(self, what: str, axis: int, tree: Tree) -> Any:
         """Make an earlier `all_gather` again in the kernel; else return None."""
-        return self._repeated.repeat(self._repeat_gather, what, axis, tree, None)
+        try:
+            return self._repeat_gather(what, axis, tree, None)
+        except LengthsDifferError as error:
+            return self._repeated.change(error)
 
     @collective
     def _all_gather(self, tree: Tree, axis: int, what: str) -> Tree:
@@ -182,8 +186,8 @@ class Moves:
 
     def barrier(self) -> None:
         """Wait for all replicas."""
-        given = "barrier", None, self._nothing, self._nothing
-        if self._repeated.repeat(self._repeat_into, *given) is None:
+        nothing = self._nothing
+        if self._repeat_into("barrier", None, nothing, nothing) is None:
             self._barrier("barrier")
 
     @collective
@@ -246,7 +250,7 @@ class Moves:
 
         ``own`` may be this replica's part.
         """
-        if self._repeated.repeat(self._repeat_into, what, None, own, parts) is None:
+        if self._repeat_into(what, None, own, parts) is None:
             self._all_gather_into(own, parts, what)
 
     @collective
@@ -275,8 +279,8 @@ class Moves:
     def broadcast_into(self, array: Array, root: int, what: str) -> None:
         """Copy the root's values into ``array`` of every replica."""
         sends = self.rank == root
-        given = ([array], []) if sends else ([], [array])
-        if self._repeated.repeat(self._repeat_into, what, root, *given) is None:
+        arrays, outs = ([array], []) if sends else ([], [array])
+        if self._repeat_into(what, root, arrays, outs) is None:
             self._broadcast_into(array, root, what)
 
     @collective
@@ -355,9 +359,13 @@ class Moves:
         another number of elements than the receiver expects, all replicas raise
         CollectiveError.
         """
-        given = what, "all", list(sends), list(receives)
-        if self._repeated.repeat(self._repeat_into, *given) is None:
-            self._all_to_all(*given[2:], what)
+        arrays, outs = list(sends), list(receives)
+        try:
+            if self._repeat_into(what, "all", arrays, outs) is not None:
+                return
+        except LengthsDifferError as error:
+            self._repeated.change(error)
+        self._all_to_all(arrays, outs, what)
 
     @collective
     def _all_to_all(self, sends: list[Array], receives: list[Array], what: str) -> None:
@@ -389,9 +397,13 @@ class Moves:
         ``sends``, except for what a replica sends to itself.
         """
         name = tuple(sends), tuple(receives)
-        given = what, name, list(sends.values()), list(receives.values())
-        if self._repeated.repeat(self._repeat_into, *given) is None:
-            self._exchange(sends, receives, what)
+        arrays, outs = list(sends.values()), list(receives.values())
+        try:
+            if self._repeat_into(what, name, arrays, outs) is not None:
+                return
+        except LengthsDifferError as error:
+            self._repeated.change(error)
+        self._exchange(sends, receives, what)
 
     @collective
     def _exchange(

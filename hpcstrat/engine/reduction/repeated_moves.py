@@ -118,8 +118,11 @@ class RepeatedMoves:
         try:
             return repeat(what, name, value, out, *nested)
         except LengthsDifferError as error:
-            self._kinds.setdefault(_mark(error.call), _Kind()).change()
-            return None
+            return self.change(error)
+
+    def change(self, error: LengthsDifferError) -> None:
+        """Note that the ranks have expected different lengths in a call."""
+        self._kinds.setdefault(_mark(error.call), _Kind()).change()
 
     def make(self, move: Move) -> Sequence[Array]:
         """Make a call by a plan, which is made at the first call of its kind.
