@@ -234,6 +234,50 @@ def _parts(self: Case, step: int) -> Any:
     return np.full(self.rank + 1, self.own(step))
 
 
+def _exchanged(self: Case, step: int) -> Any:
+    """Send an array to the next rank, and receive one from the rank before."""
+    into = np.empty(4)
+    to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+    moves = self.strategy.collectives.moves
+    moves.exchange({to: array_of(4)(self, step)}, {source: into}, "exchange")
+    return into
+
+
+def _all_to_all(self: Case, step: int) -> Any:
+    into = [np.empty(2) for _ in range(self.size)]
+    sent = [array_of(2)(self, step) for _ in range(self.size)]
+    self.strategy.collectives.moves.all_to_all(sent, into, "all_to_all")
+    return np.concatenate(into)
+
+
+def _gathered_into(length: int) -> Callable[[Case, int], Any]:
+    def call(self: Case, step: int) -> Any:
+        into = [np.empty(length) for _ in range(self.size)]
+        own = array_of(length)(self, step)
+        self.strategy.collectives.moves.all_gather_into(own, into, "all_gather")
+        return np.concatenate(into)
+
+    return call
+
+
+def _of_all(length: int) -> Callable[[Case, int], Any]:
+    return lambda self, step: np.concatenate(
+        [np.full(length, self.own(step, rank)) for rank in range(self.size)]
+    )
+
+
+def _broadcast_into(self: Case, step: int) -> Any:
+    array = array_of(3)(self, step)
+    self.strategy.collectives.moves.broadcast_into(array, 0, "broadcast")
+    return array
+
+
+def _part_of_sum(self: Case, step: int) -> Any:
+    parts, into = [array_of(3)(self, step) for _ in range(self.size)], np.empty(3)
+    self.strategy.collectives.parts.reduce_scatter(np.add, parts, into, "scatter")
+    return into
+
+
 def _variable(synchronization: str, aggregation: str) -> Callable[[Any], None]:
     def make(self: Any) -> None:
         with self.strategy.scope():
@@ -492,6 +536,21 @@ CALLS: dict[str, type[Case]] = {
         lambda self, step: self.strategy.gather(_parts(self, step), 0),
         _gathered,
     ),
+    "exchange": cross(
+        "exchange",
+        _exchanged,
+        lambda self, step: np.full(4, self.own(step, (self.rank - 1) % self.size)),
+    ),
+    "all_to_all": cross("all_to_all", _all_to_all, _of_all(2)),
+    "all_gather_into": cross("gather into", _gathered_into(3), _of_all(3)),
+    # Ranks read such arrays in each other's memory.
+    "all_gather_large": cross("large", _gathered_into(70_000), _of_all(70_000)),
+    "broadcast_into": cross(
+        "broadcast into",
+        _broadcast_into,
+        lambda self, step: np.full(3, self.own(step, 0)),
+    ),
+    "reduce_scatter": cross("part of a sum", _part_of_sum, full(3)),
     "barrier": cross(
         "barrier", lambda self, step: self.strategy.barrier(), _value(None)
     ),
