@@ -225,8 +225,11 @@ def pretend_channels(
 ) -> list[Channel]:
     """Return the channel of each rank, for workers with these numbers of ranks."""
     job, starts = range(sum(sizes)), [sum(sizes[:i]) for i in range(len(sizes))]
+    # The first rank of each rank's worker, and the rank's index in the worker.
     firsts = [
-        start for start, size in zip(starts, sizes, strict=True) for _ in range(size)
+        (start, index)
+        for start, size in zip(starts, sizes, strict=True)
+        for index in range(size)
     ]
     part_bytes, mpi = (
         SLOTS_IN_RING * slot_bytes,

@@ -1,6 +1,6 @@
 """The blocks of calls that move data: what each rank sends, and where it arrives.
 
-See `hpcstrat.engine.collectives.moves`.
+See `hpcstrat.engine.collectives.move_plan`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from hpcstrat.engine.typing import Array
 
-__all__ = ["Block", "Blocks", "broadcast_blocks", "gathered_blocks", "sent_blocks"]
+__all__ = ["Block", "MoveBlocks", "broadcast_blocks", "gathered_blocks", "sent_blocks"]
 
 
 class Block(NamedTuple):
@@ -41,7 +41,7 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Blocks:
+class MoveBlocks:
     """The blocks of one rank in a call, none of which is empty."""
 
     puts: Sequence[Block]
@@ -67,7 +67,7 @@ def gathered_blocks(
     inner: Sequence[int],
     outer: Sequence[int],
     me: int,
-) -> Blocks:
+) -> MoveBlocks:
     """Return the blocks of a call that concatenates arrays of all ranks along an axis.
 
     ``lengths[r][i]`` is the length of rank ``r``'s array ``i`` along the axis. The
@@ -90,12 +90,12 @@ def gathered_blocks(
             offset += nbytes
             before[i] += length
         streams.append(offset)
-    return Blocks(puts, takes, streams, None)
+    return MoveBlocks(puts, takes, streams, None)
 
 
 def broadcast_blocks(
     sizes: Sequence[int], root: int, me: int, num_ranks: int, *, in_place: bool = False
-) -> Blocks:
+) -> MoveBlocks:
     """Return the blocks of a call that copies the root's arrays to all ranks.
 
     ``sizes`` are the sizes of the arrays in bytes. If ``in_place``, the root takes
@@ -109,7 +109,7 @@ def broadcast_blocks(
     ]
     streams = [offsets[-1] if rank == root else 0 for rank in range(num_ranks)]
     takes = [] if in_place and me == root else all_blocks
-    return Blocks(all_blocks if me == root else [], takes, streams, None)
+    return MoveBlocks(all_blocks if me == root else [], takes, streams, None)
 
 
 def sent_blocks(
@@ -117,7 +117,7 @@ def sent_blocks(
     me: int,
     sources: Mapping[int, int],
     results: Mapping[int, int],
-) -> Blocks:
+) -> MoveBlocks:
     """Return the blocks of a call in which ranks send parts to other ranks.
 
     ``table[a, b]`` is the number of bytes that rank ``a`` sends to rank ``b``, an array
@@ -154,4 +154,4 @@ def sent_blocks(
     ]
     own = (sources[me], results[me]) if keeps else (-1, -1)
     streams = table.sum(axis=1).tolist()
-    return Blocks(puts, takes, streams, spans, own)
+    return MoveBlocks(puts, takes, streams, spans, own)

@@ -16,7 +16,7 @@ from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings, is_
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
-from hpcstrat.engine.collectives.moves import hand_over
+from hpcstrat.engine.collectives.move_plan import hand_over
 from hpcstrat.engine.collectives.work import add_in_order, divide
 from hpcstrat.engine.typing import Array
 

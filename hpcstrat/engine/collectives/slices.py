@@ -18,7 +18,7 @@ from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
 from hpcstrat.engine.collectives.exchanged import exchanged_sum
-from hpcstrat.engine.collectives.moves import hand_over
+from hpcstrat.engine.collectives.move_plan import hand_over
 from hpcstrat.engine.collectives.pipeline import Pipeline
 from hpcstrat.engine.collectives.work import add_in_order, divide, fill, slice_of
 from hpcstrat.engine.topology.segment import Segment

@@ -263,6 +263,9 @@ class Meetings:
 
     start_reduce = start_in_call
 
+    def repeat_gather(self, what: str, axis: int, tree: Tree) -> None:
+        """Return None: calls between replicas cannot use a rank's cached plan."""
+
     def all_gather(self, tree: Tree, axis: int, what: str) -> Tree:
         """Concatenate the arrays of all replicas along an axis."""
         return self.meet(*self.gathering(axis, what), tree)

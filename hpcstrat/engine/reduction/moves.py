@@ -20,7 +20,7 @@ from hpcstrat.engine.channel.call import Call, describe_call, signature_text
 from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.channel.waitable import LengthsDifferError
 from hpcstrat.engine.collectives.blocks import (
-    Blocks,
+    MoveBlocks,
     broadcast_blocks,
     gathered_blocks,
     sent_blocks,
@@ -133,7 +133,7 @@ class Moves:
         def exchange(comm: Any) -> Any:
             return tuple(map(tuple, comm.lengths(own).tolist()))
 
-        def plan(lengths: Any) -> tuple[Blocks, list[Any]]:
+        def plan(lengths: Any) -> tuple[MoveBlocks, list[Any]]:
             whole = [sum(column) for column in zip(*lengths, strict=True)]
             results = [
                 ((*s[:axis], length, *s[axis:]), a.dtype)
@@ -198,7 +198,7 @@ class Moves:
             or self._repeated.repeat(self._repeat_into, *given, True) is not None
         ):
             return
-        blocks = Blocks([], [], [0] * self.size, None)
+        blocks = MoveBlocks([], [], [0] * self.size, None)
         kept = self._repeat_into, what, None, self._nothing
         self._move_known(describe_call(what), [], [], (blocks, None), kept)
 
@@ -266,7 +266,7 @@ class Moves:
             sizes = [part.nbytes for part in parts]
             blocks = gathered_blocks([(n,) for n in sizes], (1,), (1,), self.rank)
             takes = [b._replace(array=b.rank, at=0) for b in blocks.takes]
-            blocks = Blocks(
+            blocks = MoveBlocks(
                 blocks.puts,
                 takes,
                 sizes,
@@ -451,7 +451,7 @@ class Moves:
             text = _check_sent(found)
             return CollectiveError(text) if text else tuple(row[:2] for row in found)
 
-        def plan(told: Any) -> tuple[Blocks, list[Any]]:
+        def plan(told: Any) -> tuple[MoveBlocks, list[Any]]:
             sources = {rank: i for i, rank in enumerate(sends)}
             results = {rank: i for i, rank in enumerate(receives)}
             return sent_blocks(_table(told, self.size), me, sources, results), []
@@ -468,7 +468,7 @@ class Moves:
         call: Call,
         arrays: Sequence[Array],
         outs: Sequence[Array] | None,
-        planned: tuple[Blocks, Any],
+        planned: tuple[MoveBlocks, Any],
         kept: Any,
     ) -> Sequence[Array]:
         """Make a call whose header has all sizes, which are the same on all ranks.
@@ -476,10 +476,11 @@ class Moves:
         ``planned`` has its blocks, and the shapes and dtypes of new results.
         """
 
-        def plan(_: Any) -> tuple[Blocks, Any]:
+        def plan(_: Any) -> tuple[MoveBlocks, Any]:
             return planned
 
-        own = tuple((a.shape, a.dtype) for a in (*arrays, *(outs or ())))
+        shapes = [(a.shape, a.dtype) for a in (*arrays, *(outs or ()))]
+        own = outs is None, len(arrays), *shapes
         return self._repeated.make(Move(call, arrays, outs, own, plan, kept))
 
     # Checks of arguments.

@@ -17,8 +17,8 @@ import numpy as np
 from hpcstrat.engine.arrays.recycling import Recycler
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.waitable import LengthsDifferError
-from hpcstrat.engine.collectives.blocks import Blocks
-from hpcstrat.engine.collectives.moves import MovePlan
+from hpcstrat.engine.collectives.blocks import MoveBlocks
+from hpcstrat.engine.collectives.move_plan import MovePlan
 from hpcstrat.engine.reduction.object_collectives import ObjectCollectives
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CollectiveError
@@ -44,7 +44,7 @@ class Move:
     own: Hashable
     # Returns the blocks for the lengths of all ranks, and the shapes and dtypes of new
     # results.
-    plan: Callable[[Any], tuple[Blocks, Any]]
+    plan: Callable[[Any], tuple[MoveBlocks, Any]]
     # What the kernel needs to repeat the call: its function, the names of the call and
     # of the operation, and the value that the program has passed.
     kept: tuple[Any, str, Any, Any]
@@ -57,7 +57,7 @@ class Move:
 
 
 class _Kind:
-    """What a rank knows of one kind of call; the same on all ranks, but for plans."""
+    """A kind of call, as one rank knows it; only the plans differ between ranks."""
 
     def __init__(self) -> None:
         # The plans of calls by this rank's own lengths.

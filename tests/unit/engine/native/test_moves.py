@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcstrat.engine import native
-from hpcstrat.engine.collectives.blocks import Blocks, gathered_blocks, sent_blocks
+from hpcstrat.engine.collectives.blocks import MoveBlocks, gathered_blocks, sent_blocks
 from hpcstrat.engine.native import type_codes
 from tests.unit.kernel_sums import DONE, TYPES, Worker, drawn, same_bits, wanted
 
@@ -29,7 +29,12 @@ def kernel() -> ModuleType:
 
 
 def _move(
-    worker: Worker, rank: int, blocks: Blocks, sources: Any, results: Any, piece: int
+    worker: Worker,
+    rank: int,
+    blocks: MoveBlocks,
+    sources: Any,
+    results: Any,
+    piece: int,
 ) -> Any:
     """Return the kernel's object for a call of one rank."""
     puts, takes = (

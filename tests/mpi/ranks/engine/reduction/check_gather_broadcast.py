@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.engine.collectives.moves import MovePlan
+from hpcstrat.engine.collectives.move_plan import MovePlan
 from tests.mpi.ranks.outcomes import (
     assert_only_one_failed,
     assert_same_bits,

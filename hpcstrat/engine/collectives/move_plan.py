@@ -21,7 +21,7 @@ from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import HEADER, HeaderStep, WaitSteps
 from hpcstrat.engine.channel.wire_headers import HeaderBlocks, carried_bytes
-from hpcstrat.engine.collectives.blocks import Block, Blocks
+from hpcstrat.engine.collectives.blocks import Block, MoveBlocks
 from hpcstrat.engine.collectives.kernel_call import (
     SMALL_BYTES,
     KernelCall,
@@ -57,7 +57,7 @@ class MovePlan:
     def __init__(
         self,
         call: Call,
-        blocks: Blocks,
+        blocks: MoveBlocks,
         kinds: tuple[Sequence[_Kind], Sequence[_Kind]],
         channel: Channel,
         allocate: Any,
@@ -313,7 +313,7 @@ class _Carried(HeaderBlocks):
         self._place = self._channel.rings.of(np.dtype(np.uint8))[:, :0]
 
     @classmethod
-    def make(cls, blocks: Blocks, channel: Channel) -> _Carried | None:
+    def make(cls, blocks: MoveBlocks, channel: Channel) -> _Carried | None:
         """Return the payload of a call, or None if its streams are too long."""
         assert channel.wire is not None
         where = channel.wire.where
