@@ -459,9 +459,9 @@ class Moves:
         # If all sizes of this rank are equal, expect that those of all ranks are.
         expected = sizes.pop() if equal and len(sizes) == 1 else None
         given = list(sends.values()), list(receives.values())
-        self._repeated.make(
-            Move(call, *given, tuple(own), plan, kept, exchange, expected)
-        )
+        # The kernel's plan is for arrays of these shapes.
+        key = tuple(own), tuple(array.shape for array in arrays)
+        self._repeated.make(Move(call, *given, key, plan, kept, exchange, expected))
 
     def _move_known(
         self,

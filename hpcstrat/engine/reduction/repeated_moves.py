@@ -40,7 +40,7 @@ class Move:
     # This rank's arrays, and the arrays for its results; None to allocate them.
     arrays: Sequence[Array]
     outs: Sequence[Array] | None
-    # The lengths of this rank's arrays, by which it finds the plan of an earlier call.
+    # The lengths and shapes of this rank's arrays, by which it finds an earlier plan.
     own: Hashable
     # Returns the blocks for the lengths of all ranks, and the shapes and dtypes of new
     # results.

@@ -145,6 +145,18 @@ def test_all_to_all_takes_any_sizes(moves: Moves, job: Any) -> None:
         assert (part == 10 * rank + me).all()
 
 
+def test_sizes_decide_what_is_sent_and_not_shapes(moves: Moves, job: Any) -> None:
+    for shape in ((6,), (2, 3), (3, 2), (6,), (0,), (0, 2), (2, 0)):
+        parts = [np.full(shape, 10.0 * job.rank + r) for r in range(job.size)]
+        into = [np.empty(shape) for _ in range(job.size)]
+        moves.all_to_all(parts, into, "all_to_all")
+        for rank, array in enumerate(into):
+            assert (array == 10 * rank + job.rank).all()
+        moves.all_gather_into(parts[job.rank], into, "all_gather")
+        for rank, array in enumerate(into):
+            assert (array == 11 * rank).all()
+
+
 def test_sizes_of_an_all_to_all_that_differ_are_an_error_everywhere(
     strategy: Any, moves: Moves, job: Any
 ) -> None:
