@@ -1181,7 +1181,9 @@ static PyObject *repeat(PyObject *self, PyObject *const *args, Py_ssize_t count)
     sum *s = *slot_of(k, value);
     while (s && !(s->listed == listed && s->kept[OWNER] == self &&
                   PyObject_RichCompareBool(s->kept[WHAT], what, Py_EQ) > 0 &&
-                  PySequence_Contains(s->kept[NAMES], args[1]) > 0 && find(s, value, 0)))
+                  PySequence_Contains(s->kept[NAMES], args[1]) > 0 && find(s, value, 0) &&
+                  /* Calls that move data may differ only in their results. */
+                  (!s->takes || args[3] == Py_None || find(s, args[3], 1))))
         s = s->following;
     if (!s) Py_RETURN_NONE;
     Py_INCREF((PyObject *)s);

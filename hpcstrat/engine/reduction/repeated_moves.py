@@ -3,7 +3,8 @@
 The lengths of arrays may differ between ranks, and from call to call. The ranks
 exchange them once. Later headers have a hash of the lengths that a rank expects all
 ranks to have, so that a change on any rank is noticed by all, and makes them exchange
-the lengths again. If the lengths change often, the ranks exchange them in every call.
+the lengths again. If the lengths change often, the ranks exchange them in every call
+for a while.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ __all__ = ["Move", "RepeatedMoves"]
 
 # Limits of the plans that are kept: kinds of calls, and lengths for each kind.
 _MOST_KINDS, _MOST_LENGTHS = 512, 64
-# After this number of changes of the lengths, ranks exchange them in every call, until
-# they have been the same in this number of calls in a row.
-_MOST_CHANGES, _CALLS_UNCHANGED = 4, 8
+# After this number of changes that ranks have noticed by their headers, they exchange
+# the lengths in every call: in so many calls at first, and later in up to so many.
+_MOST_CHANGES, _FEWEST_EXCHANGES, _MOST_EXCHANGES = 4, 8, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +63,11 @@ class _Kind:
     def __init__(self) -> None:
         # The plans of calls by this rank's own lengths.
         self.plans: dict[Hashable, MovePlan] = {}
-        # All ranks' lengths in their last exchange; None before the first exchange.
-        self.lengths: Any = None
+        # True until the ranks have first found that their lengths differ.
+        self.is_new = True
         # Number of changes of the lengths, and of the next calls that exchange them.
         self._changes = self._exchanges = 0
-
-    @property
-    def is_new(self) -> bool:
-        """True until the ranks have first found that their lengths differ."""
-        return self.lengths is None and not self._changes
+        self._next_exchanges = _FEWEST_EXCHANGES
 
     def plan(self, own: Hashable) -> MovePlan | None:
         """Return the plan for this rank's lengths, unless they change often."""
@@ -79,17 +76,16 @@ class _Kind:
     def change(self) -> None:
         """Note that the ranks expected different lengths."""
         self.plans.clear()
+        self.is_new = False
         self._changes += 1
         if self._changes >= _MOST_CHANGES:
-            self._changes, self._exchanges = 1, _CALLS_UNCHANGED
+            self._changes, self._exchanges = 0, self._next_exchanges
+            self._next_exchanges = min(2 * self._next_exchanges, _MOST_EXCHANGES)
 
-    def learn(self, lengths: Any) -> bool:
-        """Note all ranks' lengths, and return whether to keep a plan for them."""
-        if lengths != self.lengths:
-            self._exchanges = _CALLS_UNCHANGED if self._exchanges else 0
-        elif self._exchanges:
-            self._exchanges -= 1
-        self.lengths = lengths
+    def learn(self) -> bool:
+        """Note an exchange of lengths, and return whether to keep a plan for them."""
+        self.is_new = False
+        self._exchanges = max(0, self._exchanges - 1)
         return not self._exchanges
 
     def keep(self, own: Hashable, plan: MovePlan) -> None:
@@ -155,7 +151,7 @@ class RepeatedMoves:
             channel.failures.told_at = channel.num_calls
             raise lengths
         # A second header reports an error on one rank, such as a lack of memory.
-        given = move.call.text, self._first, kind, move, lengths, kind.learn(lengths)
+        given = move.call.text, self._first, kind, move, lengths, kind.learn()
         return cast("Sequence[Array]", self._collectives.call(*given))
 
     def _first(
