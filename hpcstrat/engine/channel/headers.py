@@ -54,7 +54,7 @@ class SegmentHeaders:
     The constructor and `close` are collective over ``topology.worker_comm``.
     """
 
-    # Whether the last header ends the sleeps of the ranks that wait for it.
+    # True if the last header ends the sleeps of the ranks that wait for it.
     wakes = False
 
     def __init__(self, topology: Topology) -> None:

@@ -181,8 +181,7 @@ class MovePlan:
         elif channel.wire is None:
             yield from self._in_memory(own, targets)
         else:
-            yield HEADER
-            self._by_messages(own, targets)
+            yield from self._by_messages(own, targets)
         i, j = blocks.own
         if i >= 0 and not any(b.rank == self._me for b in self._takes):
             octets[j][...] = _octets(flats[i])
@@ -224,8 +223,11 @@ class MovePlan:
             channel=channel,
         )
 
-    def _by_messages(self, own: Array, targets: list[Array]) -> None:
-        """Send the streams in messages between all ranks; not for one worker."""
+    def _by_messages(self, own: Array, targets: list[Array]) -> WaitSteps:
+        """Send the streams in messages between all ranks; not for one worker.
+
+        Allocates all memory before the header, which reports a lack of memory.
+        """
         blocks, first = self._blocks, dict[int, int]()
         comm = self._channel.interruptible(self._channel.topology.replica_comm)
         came: dict[int, Array] = {}
@@ -238,13 +240,16 @@ class MovePlan:
                 came[root] = (
                     own if comm.rank == root else np.empty(sizes[root], np.uint8)
                 )
+                yield HEADER
                 comm.cast_array(came[root], root)
-            elif senders:
+            else:
                 whole = np.empty(sum(sizes), np.uint8)
                 start = sum(sizes[: comm.rank])
                 whole[start : start + own.size] = own
-                comm.gather_in_place(whole, sizes)
                 came = dict(enumerate(np.split(whole, np.cumsum(sizes)[:-1])))
+                yield HEADER
+                if senders:
+                    comm.gather_in_place(whole, sizes)
             first = dict.fromkeys(came, 0)
         else:
             sends = dict[int, Array]()
@@ -253,6 +258,7 @@ class MovePlan:
             for block in self._takes:
                 came[block.rank] = np.empty(block.nbytes, np.uint8)
                 first[block.rank] = block.offset
+            yield HEADER
             comm.exchange(sends, came, _TAG)
         for block, target in zip(self._takes, targets, strict=True):
             low = block.offset - first[block.rank]

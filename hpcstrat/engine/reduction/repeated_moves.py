@@ -46,8 +46,8 @@ class Move:
     # Returns the blocks for the lengths of all ranks, and the shapes and dtypes of new
     # results.
     plan: Callable[[Any], tuple[MoveBlocks, Any]]
-    # What the kernel needs to repeat the call: its function, the names of the call and
-    # of the operation, and the value that the program has passed.
+    # The kernel's function that repeats the call, the names of the call and of the
+    # operation, and the value that the program has passed.
     kept: tuple[Any, str, Any, Any]
     # Returns the lengths of all ranks, by an InterruptibleComm, or the error that all
     # ranks raise because the lengths do not fit each other. None if the header compares
