@@ -35,6 +35,22 @@ if TYPE_CHECKING:
     )
     from hpcstrat.elastic.preemption import TerminationConfig as TerminationConfig
     from hpcstrat.engine.arrays.indexed_slices import IndexedSlices as IndexedSlices
+    from hpcstrat.engine.calls.cross_device_ops import (
+        CrossDeviceOps as CrossDeviceOps,
+    )
+    from hpcstrat.engine.calls.cross_device_ops import (
+        HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+    )
+    from hpcstrat.engine.calls.cross_device_ops import MpiAllReduce as MpiAllReduce
+    from hpcstrat.engine.calls.cross_device_ops import (
+        NcclAllReduce as NcclAllReduce,
+    )
+    from hpcstrat.engine.calls.cross_device_ops import (
+        ReductionToOneDevice as ReductionToOneDevice,
+    )
+    from hpcstrat.engine.calls.cross_device_ops import (
+        SharedMemoryAllReduce as SharedMemoryAllReduce,
+    )
     from hpcstrat.engine.logs import get_logger as get_logger
     from hpcstrat.engine.logs import print_once as print_once
     from hpcstrat.engine.observe.timeline import trace as trace
@@ -51,22 +67,6 @@ if TYPE_CHECKING:
     from hpcstrat.engine.options import VariableAggregation as VariableAggregation
     from hpcstrat.engine.options import (
         VariableSynchronization as VariableSynchronization,
-    )
-    from hpcstrat.engine.reduction.cross_device_ops import (
-        CrossDeviceOps as CrossDeviceOps,
-    )
-    from hpcstrat.engine.reduction.cross_device_ops import (
-        HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
-    )
-    from hpcstrat.engine.reduction.cross_device_ops import MpiAllReduce as MpiAllReduce
-    from hpcstrat.engine.reduction.cross_device_ops import (
-        NcclAllReduce as NcclAllReduce,
-    )
-    from hpcstrat.engine.reduction.cross_device_ops import (
-        ReductionToOneDevice as ReductionToOneDevice,
-    )
-    from hpcstrat.engine.reduction.cross_device_ops import (
-        SharedMemoryAllReduce as SharedMemoryAllReduce,
     )
     from hpcstrat.engine.settings import Settings as Settings
     from hpcstrat.engine.topology.topology import Topology as Topology
@@ -151,7 +151,7 @@ _MODULES = {
 # The public names that each module defines.
 _NAMES = {
     "checkpoint": ("CheckpointManager", "CheckpointOptions", "KeepBest"),
-    "engine.reduction.cross_device_ops": (
+    "engine.calls.cross_device_ops": (
         "CrossDeviceOps",
         "HierarchicalCopyAllReduce",
         "MpiAllReduce",

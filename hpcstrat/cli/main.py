@@ -79,7 +79,7 @@ def info(workers: int | None, ranks_per_worker: int | None) -> None:
 
 def _sums(num_workers: int, each: int) -> Iterator[tuple[str, str]]:
     """Yield table rows: from which size on, and how, host arrays are summed."""
-    from hpcstrat.engine.collectives.select import schedule
+    from hpcstrat.engine.algorithms.select import schedule
 
     ranks = f"{each} rank{'s' if each > 1 else ''}"
     workers = f"{num_workers} worker{'s' if num_workers > 1 else ''}"

@@ -13,8 +13,8 @@ from hpcstrat.elastic.memory_restore import (
     restore_whole,
 )
 from hpcstrat.elastic.snapshots import Snapshot, exchange, partners_of
+from hpcstrat.engine.calls.replica_collectives import Collectives
 from hpcstrat.engine.channel.entries import collective
-from hpcstrat.engine.reduction.replica_collectives import Collectives
 from hpcstrat.engine.typing import Replicas
 
 __all__ = ["Memory"]

@@ -10,11 +10,11 @@ import numpy as np
 
 from hpcstrat.engine.arrays.casting import without_fp_warnings
 from hpcstrat.engine.arrays.kinds import array_module, is_device, is_half
+from hpcstrat.engine.calls.replica_collectives import Collectives
 from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.channel.pending_calls import PendingCall
 from hpcstrat.engine.context import current, pop, push
 from hpcstrat.engine.options import CommunicationOptions, ReduceOp
-from hpcstrat.engine.reduction.replica_collectives import Collectives
 from hpcstrat.engine.settings import Settings
 from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.engine.typing import Array

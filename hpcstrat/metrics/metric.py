@@ -9,10 +9,10 @@ import numpy as np
 
 from hpcstrat.engine.arrays.casting import without_fp_warnings
 from hpcstrat.engine.arrays.kinds import is_device, to_host
+from hpcstrat.engine.calls.object_collectives import ObjectCollectives
 from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.context import AnnouncesInitErrors, current, own_index
 from hpcstrat.engine.options import VariableAggregation, VariableSynchronization
-from hpcstrat.engine.reduction.object_collectives import ObjectCollectives
 from hpcstrat.engine.typing import Array
 from hpcstrat.variables import SyncOnReadVariable, Variable, class_for_state, read_all
 

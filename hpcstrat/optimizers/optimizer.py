@@ -9,12 +9,12 @@ from typing import Any, Literal
 import numpy as np
 
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
+from hpcstrat.engine.calls.replica_collectives import Collectives
 from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.context import AnnouncesInitErrors, current
 from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.observe.timeline import traced
 from hpcstrat.engine.options import ReduceOp, VariableAggregation
-from hpcstrat.engine.reduction.replica_collectives import Collectives
 from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.optimizers.accumulation import Accumulation
 from hpcstrat.optimizers.gradients import (

@@ -15,6 +15,7 @@ import numpy as np
 from hpcstrat.data import DealtDataset, distribute_dataset, distribute_from_function
 from hpcstrat.data.batches import piece
 from hpcstrat.engine.arrays.kinds import as_array
+from hpcstrat.engine.calls.replica_collectives import Collectives
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.entries import collective, refuse_inner
 from hpcstrat.engine.context import current, own_index, pop, push, second_strategy
@@ -32,7 +33,6 @@ from hpcstrat.engine.options import (
     VariableSynchronization,
     check_on_error,
 )
-from hpcstrat.engine.reduction.replica_collectives import Collectives
 from hpcstrat.engine.scope_watchers import watch_loaded_libraries
 from hpcstrat.engine.settings import Settings
 from hpcstrat.engine.tree import flatten, is_leaf, tree_map

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hpcstrat.engine.collectives.slices import SegmentPool
+from hpcstrat.engine.algorithms.slices import SegmentPool
+from hpcstrat.engine.calls.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.options import CommunicationOptions, VariableOptions
-from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.settings import Settings
 from hpcstrat.strategies.devices import parse_device
 from hpcstrat.strategies.on_mpi import MpiStrategy

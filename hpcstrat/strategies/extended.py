@@ -11,9 +11,9 @@ import numpy as np
 
 from hpcstrat.data import Dataset
 from hpcstrat.engine.arrays.kinds import is_device
+from hpcstrat.engine.calls.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.context import CurrentStrategy, current
 from hpcstrat.engine.options import CommunicationOptions, ReduceOp
-from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.tree import flatten, tree_map
 from hpcstrat.engine.typing import Array, Tree
 from hpcstrat.engine.values import ONE_OF_MANY, DistributedValues, PerReplica

@@ -8,12 +8,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from hpcstrat.engine.calls.replica_collectives import Collectives
 from hpcstrat.engine.context import ContextEntry, own_index, pop, push
 from hpcstrat.engine.logical.meetings import Listener, Meetings, run_listened
 from hpcstrat.engine.logical.replica_sums import ReplicaSums
 from hpcstrat.engine.logical.tree_order import TreeOrder
 from hpcstrat.engine.options import ReduceOp
-from hpcstrat.engine.reduction.replica_collectives import Collectives
 from hpcstrat.engine.tree import flatten, tree_map, unflatten
 from hpcstrat.engine.typing import Tree
 from hpcstrat.engine.values import (

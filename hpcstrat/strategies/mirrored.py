@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hpcstrat.cluster_resolver import launch_from_environment
-from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
+from hpcstrat.engine.calls.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.settings import Settings
 from hpcstrat.errors import TopologyError
 from hpcstrat.strategies.devices import gpu_numbers, parse_device

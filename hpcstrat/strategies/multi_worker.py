@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hpcstrat.engine.calls.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.options import CommunicationOptions
-from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.settings import Settings
 from hpcstrat.strategies.on_mpi import MpiStrategy
 

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from hpcstrat.engine.calls.cross_device_ops import (
+    CrossDeviceOps,
+    ReductionToOneDevice,
+)
+from hpcstrat.engine.calls.replica_collectives import Collectives
 from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.logical.replica_sums import require_no_wire_dtype
 from hpcstrat.engine.logical.threads import fix_threads
 from hpcstrat.engine.options import CommunicationOptions
-from hpcstrat.engine.reduction.cross_device_ops import (
-    CrossDeviceOps,
-    ReductionToOneDevice,
-)
-from hpcstrat.engine.reduction.replica_collectives import Collectives
 from hpcstrat.engine.settings import Settings
 from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.errors import RankLostError

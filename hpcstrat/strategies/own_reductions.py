@@ -11,13 +11,13 @@ import numpy as np
 
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import is_device, to_reducible
+from hpcstrat.engine.calls.cross_device_ops import CrossDeviceOps
+from hpcstrat.engine.calls.moves import repeat_nothing
+from hpcstrat.engine.calls.replica_collectives import Collectives
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.context import push
 from hpcstrat.engine.options import CommunicationOptions, ReduceOp
-from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
-from hpcstrat.engine.reduction.moves import repeat_nothing
-from hpcstrat.engine.reduction.replica_collectives import Collectives
 from hpcstrat.engine.tree import flatten, unflatten
 from hpcstrat.engine.typing import Tree
 from hpcstrat.engine.values import PerReplica, localize

@@ -6,13 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from hpcstrat.engine.calls.replica_collectives import Collectives
 from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.channel.pending_calls import PendingCall
 from hpcstrat.engine.context import current, pop, push
 from hpcstrat.engine.logical.meetings import EndedReduction, Meetings
 from hpcstrat.engine.logical.replica_sums import require_no_wire_dtype
 from hpcstrat.engine.options import CommunicationOptions, ReduceOp
-from hpcstrat.engine.reduction.replica_collectives import Collectives
 from hpcstrat.engine.typing import Tree
 from hpcstrat.engine.values import localize
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.engine.algorithms.slices import SlicedPiece, reduce_slices
+from hpcstrat.engine.algorithms.work import slice_of
 from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.packing import Bucket, Run, plan, spans_of, wire_dtype
 from hpcstrat.engine.channel.call import describe_call, signature_text
-from hpcstrat.engine.collectives.slices import SlicedPiece, reduce_slices
-from hpcstrat.engine.collectives.work import slice_of
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Array
 from hpcstrat.strategies.update_backends import Copies

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.engine.algorithms.slices import lay_out, write_between
+from hpcstrat.engine.algorithms.work import slice_of
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import as_array, is_device
 from hpcstrat.engine.channel.call import describe_call
-from hpcstrat.engine.collectives.slices import lay_out, write_between
-from hpcstrat.engine.collectives.work import slice_of
 from hpcstrat.engine.typing import Array
 from hpcstrat.engine.values import Adopted, HostValue
 from hpcstrat.variables.replicated import MirroredVariable

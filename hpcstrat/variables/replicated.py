@@ -10,13 +10,13 @@ import numpy as np
 
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import array_module
+from hpcstrat.engine.calls.object_collectives import ObjectCollectives
 from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.context import current, own_index, second_strategy
 from hpcstrat.engine.options import (
     VariableAggregation,
     VariableSynchronization,
 )
-from hpcstrat.engine.reduction.object_collectives import ObjectCollectives
 from hpcstrat.engine.typing import Array
 from hpcstrat.engine.values import (
     ONE_OF_MANY,

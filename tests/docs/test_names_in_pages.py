@@ -167,8 +167,8 @@ def test_what_a_page_names_is_where_it_says(page: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "`Collectives.batch_reduce` (`engine/reduction/reductions.py`)",
-        "`engine/collectives/slices.Pool`",
+        "`Collectives.batch_reduce` (`engine/calls/reductions.py`)",
+        "`engine/algorithms/slices.Pool`",
         "`Kernel.repeat_all`",
         "| `hpcstrat/data/files/rows.py`, `FileRows` to `closed` | 5 | |",
         "| `hpcstrat/data/files/rows.py`, `SlabColumn` | 5 | |",

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from hpcstrat.engine.algorithms.kernel_sum import KernelSum
 from hpcstrat.engine.arrays.recycling import Recycler
-from hpcstrat.engine.collectives.kernel_sum import KernelSum
 from hpcstrat.safety import exits
 
 __all__ = ["BadBatchError", "Interrupting", "memory_runs_out", "raised"]

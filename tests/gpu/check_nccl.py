@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcstrat as hs
+from hpcstrat.engine.algorithms.work import Work
 from hpcstrat.engine.arrays.packing import cut
 from hpcstrat.engine.channel.call import describe_call
 from hpcstrat.engine.channel.waitable import HEADER, EveryRankError, WaitSteps
-from hpcstrat.engine.collectives.work import Work
 from hpcstrat.engine.gpu.streams import Lane
 from hpcstrat.engine.gpu.transports import nccl_trial
 from hpcstrat.engine.gpu.transports.device_reduction import reduce_on_device

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcstrat.engine.collectives import select
-from hpcstrat.engine.collectives.work import Algorithm
+from hpcstrat.engine.algorithms import select
+from hpcstrat.engine.algorithms.work import Algorithm
 from hpcstrat.engine.gpu.transports.staging_transport import StagingTransport
 from hpcstrat.engine.options import CommunicationOptions, ReduceOp
 from tests.gpu.driving import (
@@ -111,7 +111,7 @@ def test_calls_of_the_host_go_on_in_between(crew: Team, transports: Any) -> None
     """Staged parts and small calls on the host use the same shared memory in turn."""
     import numpy as np
 
-    from hpcstrat.engine.reduction.replica_collectives import Collectives
+    from hpcstrat.engine.calls.replica_collectives import Collectives
 
     host = Collectives(crew.channel)
     for turn in range(20):

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from hpcstrat.engine.algorithms.work import Work
 from hpcstrat.engine.arrays.packing import cut, wire_dtype
 from hpcstrat.engine.channel.call import describe_call
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.pending_calls import PendingCall
-from hpcstrat.engine.collectives.work import Work
 from hpcstrat.engine.gpu.transports.device_reduction import reduce_on_device
 from hpcstrat.engine.topology.topology import Topology
 from tests.gpu.jobs import why_not

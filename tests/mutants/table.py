@@ -12,7 +12,7 @@ class Mutant:
     """One fault: ``old`` is a source text that occurs once in the library.
 
     ``tests`` are test files that should find the fault: ``3:reductions`` is
-    tests/mpi/ranks/engine/reduction/check_reductions.py on 3 ranks.
+    tests/mpi/ranks/engine/calls/check_reductions.py on 3 ranks.
     """
 
     name: str
@@ -277,13 +277,13 @@ MUTANTS = (
     ),
     _m(
         "wire: what follows another header is left for the next one",
-        "tests/unit/engine/collectives/test_any_order.py",
+        "tests/unit/engine/algorithms/test_any_order.py",
         "nbytes = max(0, _HEADER.unpack(header)[-1] >> _FLAG_BITS)\n",
         "nbytes = 0\n",
     ),
     _m(
         "pipeline: a sum begins a step before the one that was begun before it",
-        "tests/unit/engine/collectives/test_any_order.py",
+        "tests/unit/engine/algorithms/test_any_order.py",
         "if before is not None and flow.num_begun >= before.num_begun:",
         "if False:",
     ),

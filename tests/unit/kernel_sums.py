@@ -18,8 +18,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from hpcstrat.engine.algorithms.work import divide
 from hpcstrat.engine.arrays.packing import wire_dtype
-from hpcstrat.engine.collectives.work import divide
 from hpcstrat.engine.native import type_codes
 
 TYPES = [np.dtype(code) for code in "fdFDebBhHiIlL"]

@@ -73,8 +73,8 @@ def test_files_with_the_name_of_a_module_are_its_tests() -> None:
 
 
 def test_modules_that_are_not_in_the_table_have_the_files_that_name_them() -> None:
-    found = files_of("hpcstrat/engine/collectives/work.py", {})
-    assert "tests/unit/engine/collectives/test_any_order.py" in found
+    found = files_of("hpcstrat/engine/algorithms/work.py", {})
+    assert "tests/unit/engine/algorithms/test_any_order.py" in found
     assert files_of("hpcstrat/testing/runner.py", {}) == [*JOBS["hpcstrat/testing/"]]
 
 

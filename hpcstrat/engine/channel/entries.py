@@ -48,7 +48,7 @@ _ENGINE = os.path.dirname(_CHANNEL)
 _PACKAGE = os.path.dirname(_ENGINE) + os.sep
 # Modules that post headers, wait and exchange data. They never call functions of the
 # program, and no function that they call makes a call of its own.
-_EXCHANGING = (_CHANNEL + os.sep, os.path.join(_ENGINE, "collectives", ""))
+_EXCHANGING = (_CHANNEL + os.sep, os.path.join(_ENGINE, "algorithms", ""))
 _INNER = "_hpcstrat_inner"
 
 # The channels of this process that are not closed.

@@ -11,11 +11,11 @@ import numpy as np
 
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import array_module, as_array
+from hpcstrat.engine.calls.replica_collectives import Collectives
 from hpcstrat.engine.context import ContextEntry, current, pop, push
 from hpcstrat.engine.logical.replica_sums import ReplicaSums
 from hpcstrat.engine.logical.turns import Act, Turns
 from hpcstrat.engine.options import CommunicationOptions, ReduceOp
-from hpcstrat.engine.reduction.replica_collectives import Collectives
 from hpcstrat.engine.tree import flatten, tree_map, unflatten
 from hpcstrat.engine.typing import Array, Tree
 from hpcstrat.errors import CollectiveError

@@ -10,23 +10,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hpcstrat.engine.algorithms.work import divide, drain, fill
 from hpcstrat.engine.arrays.casting import rounded, without_fp_warnings
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import array_module, is_device, to_host, to_reducible
 from hpcstrat.engine.arrays.order_keys import from_keys, to_keys
 from hpcstrat.engine.arrays.packing import Run, cut, side_by_side, wire_dtype
 from hpcstrat.engine.arrays.recycling import Recycler
-from hpcstrat.engine.channel.call import describe_call, signature_text
-from hpcstrat.engine.collectives.work import divide, drain, fill
-from hpcstrat.engine.logical.tree_order import TreeOrder
-from hpcstrat.engine.options import CommunicationOptions, ReduceOp
-from hpcstrat.engine.reduction.reduction_arrays import (
+from hpcstrat.engine.calls.reduction_arrays import (
     checked_outs,
     require_fitting,
     require_sum_of_rows,
 )
-from hpcstrat.engine.reduction.reduction_plan import result_dtype
-from hpcstrat.engine.reduction.replica_collectives import Collectives
+from hpcstrat.engine.calls.reduction_plan import result_dtype
+from hpcstrat.engine.calls.replica_collectives import Collectives
+from hpcstrat.engine.channel.call import describe_call, signature_text
+from hpcstrat.engine.logical.tree_order import TreeOrder
+from hpcstrat.engine.options import CommunicationOptions, ReduceOp
 from hpcstrat.engine.tree import flatten, unflatten
 from hpcstrat.engine.typing import Array, Tree
 from hpcstrat.errors import CollectiveError

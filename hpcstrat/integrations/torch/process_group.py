@@ -26,10 +26,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hpcstrat.engine.algorithms.mapped_memory import MappedMemory
 from hpcstrat.engine.arrays.kinds import is_device
-from hpcstrat.engine.collectives.mapped_memory import MappedMemory
+from hpcstrat.engine.calls.messages import Messages
 from hpcstrat.engine.options import ReduceOp
-from hpcstrat.engine.reduction.messages import Messages
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CollectiveError
 from hpcstrat.integrations.torch import device_tensors

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hpcstrat.engine.collectives.mapped_memory import LEAST_MAPPED_BYTES, MappedMemory
+from hpcstrat.engine.algorithms.mapped_memory import LEAST_MAPPED_BYTES, MappedMemory
 
 __all__ = ["share_storage"]
 

@@ -13,7 +13,7 @@ import torch.autograd.graph
 import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 
-from hpcstrat.engine.reduction.messages import Transfer
+from hpcstrat.engine.calls.messages import Transfer
 from hpcstrat.integrations.torch.host_tensors import HostTensors
 
 __all__ = ["Postponed", "ReceivedWork", "TransferWork", "done"]

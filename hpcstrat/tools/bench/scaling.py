@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from hpcstrat._version import __version__
+from hpcstrat.engine.calls.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.options import CommunicationImplementation, CommunicationOptions
-from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.topology.links import Link, Links, find_outliers, measure_links
 from hpcstrat.strategies.base import Strategy
 from hpcstrat.tools.bench.benchmark_parts import Options, Planned, planned

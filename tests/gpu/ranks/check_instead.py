@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.engine.reduction.replica_collectives import Collectives
+from hpcstrat.engine.calls.replica_collectives import Collectives
 from tests.gpu.ranks.arrays import DeviceNumpy, has_type
 from tests.gpu.ranks.exceptions import NO_MEANING, reason_of
 from tests.mpi.ranks.made_variables import START, make

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from hpcstrat.engine.reduction.reductions import Reductions
+from hpcstrat.engine.calls.reductions import Reductions
 from hpcstrat.strategies import Strategy
 from tests.gpu.ranks.rewriting import (
     at_once,

@@ -15,7 +15,7 @@ from torch import nn
 
 import hpcstrat as hs
 import hpcstrat.integrations.torch
-from hpcstrat.engine.collectives.mapped_memory import MappedMemory
+from hpcstrat.engine.algorithms.mapped_memory import MappedMemory
 from hpcstrat.integrations.torch import at_import
 from hpcstrat.integrations.torch.shared_storages import share_storage
 from tests.mpi.ranks.outcomes import outcome

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 import hpcstrat as hs
-from hpcstrat.engine.reduction.replica_collectives import Collectives
+from hpcstrat.engine.calls.replica_collectives import Collectives
 from tests.unit.kernel_sums import ORDERED, TYPES, drawn, extreme, same_bits
 
 __all__ = [

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from hpcstrat.engine.algorithms.work import Work
 from hpcstrat.engine.arrays.kinds import is_half
 from hpcstrat.engine.arrays.packing import Piece, Run
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
-from hpcstrat.engine.collectives.work import Work
 from hpcstrat.engine.gpu import kernels
 from hpcstrat.engine.gpu.kernels import Span
 from hpcstrat.engine.gpu.streams import Lane, Mark

@@ -30,10 +30,10 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.engine.algorithms.work import Work
 from hpcstrat.engine.arrays.kinds import array_module
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import Exchange, WaitSteps
-from hpcstrat.engine.collectives.work import Work
 from hpcstrat.engine.gpu import kernels
 from hpcstrat.engine.gpu.device_memory import Buffers
 from hpcstrat.engine.gpu.streams import Lane

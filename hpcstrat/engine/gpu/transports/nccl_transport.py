@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from hpcstrat.engine.algorithms.work import Work
 from hpcstrat.engine.arrays.kinds import is_half
 from hpcstrat.engine.arrays.packing import Piece
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import WaitSteps
-from hpcstrat.engine.collectives.work import Work
 from hpcstrat.engine.gpu.device_memory import Buffers
 from hpcstrat.engine.gpu.streams import Lane, Mark
 from hpcstrat.engine.gpu.transports.device_reduction import (

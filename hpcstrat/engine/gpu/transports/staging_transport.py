@@ -7,7 +7,7 @@ Two host buffers are enough: all copies are on one lane, so that a copy into a b
 runs after the earlier copy from the buffer back to the GPU. The host writes to a buffer
 only after the copy to the host, for which it waits, and before the copy to the GPU.
 
-**Shared memory.** The algorithms of `hpcstrat.engine.collectives.shared_memory` write
+**Shared memory.** The algorithms of `hpcstrat.engine.algorithms.shared_memory` write
 this rank's values to shared memory before their first step, the header of the call:
 after a rank has seen the headers of all ranks, it reads the values of all ranks. In
 this transport, however, the ranks agree on the header before the first part is on the
@@ -31,10 +31,10 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from hpcstrat.engine.algorithms.work import Algorithm, Work
 from hpcstrat.engine.arrays.packing import Run, cut
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
-from hpcstrat.engine.collectives.work import Algorithm, Work
 from hpcstrat.engine.gpu.device_memory import Buffers, pinned_memory
 from hpcstrat.engine.gpu.streams import Lane
 from hpcstrat.engine.gpu.transports.device_reduction import pack_run, unpack_run

@@ -10,9 +10,9 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 
-from hpcstrat.engine.collectives import select
-from hpcstrat.engine.collectives.select import Choice
-from hpcstrat.engine.collectives.work import Algorithm
+from hpcstrat.engine.algorithms import select
+from hpcstrat.engine.algorithms.select import Choice
+from hpcstrat.engine.algorithms.work import Algorithm
 from hpcstrat.engine.gpu.transports.byte_movers import Mover, NcclMover, StagedMover
 from hpcstrat.engine.gpu.transports.device_group import DeviceGroup
 from hpcstrat.engine.gpu.transports.device_reduction import Transport, reduce_on_device

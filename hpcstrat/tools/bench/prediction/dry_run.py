@@ -1,7 +1,7 @@
 """A dry run of one replica's work in a reduction, without any other replica.
 
-The dry run uses the plan of `hpcstrat.engine.reduction` and the algorithms of
-`hpcstrat.engine.collectives`, so a change of pieces or messages there also changes the
+The dry run uses the plan of `hpcstrat.engine.calls` and the algorithms of
+`hpcstrat.engine.algorithms`, so a change of pieces or messages there also changes the
 prediction. It passes the algorithm arrays without memory, and a channel that only
 records the algorithm's requests.
 """
@@ -18,14 +18,14 @@ from typing import Any, cast
 
 import numpy as np
 
+from hpcstrat.engine.algorithms.header_sum import fits_header, header_bytes
+from hpcstrat.engine.algorithms.work import Work
 from hpcstrat.engine.arrays.packing import Piece, Run, cut, wire_dtype
+from hpcstrat.engine.calls.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.channel.call import describe_call
 from hpcstrat.engine.channel.waitable import HEADER
 from hpcstrat.engine.channel.wire_headers import room_bytes
-from hpcstrat.engine.collectives.header_sum import fits_header, header_bytes
-from hpcstrat.engine.collectives.work import Work
 from hpcstrat.engine.options import CommunicationOptions
-from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.topology.topology import slot_bytes
 from hpcstrat.errors import HpcstratError
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hpcstrat.engine.collectives.exchanged import MOST_EXCHANGING
+from hpcstrat.engine.algorithms.exchanged import MOST_EXCHANGING
+from hpcstrat.engine.calls.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.options import CommunicationOptions
-from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.tools.bench.prediction.dry_run import Announced, SimulatedJob, dry_run
 from hpcstrat.tools.bench.prediction.platforms import Network
 from hpcstrat.tools.bench.prediction.simulator import Simulator

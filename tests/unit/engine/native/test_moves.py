@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcstrat.engine import native
-from hpcstrat.engine.collectives.blocks import MoveBlocks, gathered_blocks, sent_blocks
+from hpcstrat.engine.algorithms.blocks import MoveBlocks, gathered_blocks, sent_blocks
 from hpcstrat.engine.native import type_codes
 from tests.unit.kernel_sums import DONE, TYPES, Worker, drawn, same_bits, wanted
 

@@ -1,0 +1,220 @@
+"""Collective calls that combine parts of arrays by any function of NumPy.
+
+Integrations of libraries such as ``torch.distributed`` use this module. All arrays must
+be contiguous and in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.engine.algorithms.kernel_call import KernelCall, cached_piece_bytes
+from hpcstrat.engine.algorithms.parts import reduce_scatter
+from hpcstrat.engine.calls.moves import (
+    Moves,
+    describe_arrays,
+    flat_view,
+    repeat_nothing,
+)
+from hpcstrat.engine.channel.call import Call
+from hpcstrat.engine.channel.entries import collective
+from hpcstrat.engine.native import load, type_codes
+from hpcstrat.engine.typing import Array
+
+__all__ = ["PartReductions"]
+
+_MOST_KEPT = 512
+
+
+class PartReductions:
+    """Calls in which each replica combines one part of the arrays of all replicas.
+
+    All calls are collective over ``topology.replica_comm``, with the errors of `Moves`.
+    Values are combined in replica order.
+    """
+
+    def __init__(self, moves: Moves) -> None:
+        self.collectives, self._moves = moves.collectives, moves
+        self._size, self._rank = moves.size, moves.rank
+        # The kernel's calls, by the description of the call and the arrays' shapes.
+        self._scatters: dict[Hashable, KernelCall] = {}
+        kernel = getattr(self.collectives.channel, "kernel", None)
+        self._repeat = repeat_nothing if kernel is None else kernel.repeater()
+
+    def close(self) -> None:
+        """Forget the kernel's calls, which hold shared memory."""
+        self._scatters.clear()
+
+    def combine(self, function: np.ufunc, array: Array, what: str) -> None:
+        """Combine the arrays of all replicas by a ufunc, in place, on every replica.
+
+        The values are combined in replica order, as in the other reductions.
+        """
+        self.collectives.call(what, self._combine, function, array, what)
+
+    def _combine(self, function: np.ufunc, array: Array, what: str) -> None:
+        _check_function(function, array, what)
+        parts = self._cut(array)
+        own, call = parts[self._rank], describe_arrays(what, array)
+        self._scatter(function, parts, own, call)
+        self._moves.all_gather_into(own, parts, f"all_gather of {what}")
+
+    def reduce_to(
+        self,
+        function: np.ufunc,
+        array: Array,
+        root: int,
+        what: str,
+        *,
+        divisor: int = 0,
+    ) -> None:
+        """Combine the arrays of all replicas by a ufunc, in place, on the root only.
+
+        Divides the result by a ``divisor`` other than 0, in floating point.
+        """
+        self.collectives.call(
+            what, self._reduce_to, function, array, root, what, divisor
+        )
+
+    def _reduce_to(
+        self, function: np.ufunc, array: Array, root: int, what: str, divisor: int
+    ) -> None:
+        _check_function(function, array, what)
+        self._moves.check_root(root)
+        if self._moves.alone():
+            return
+        parts = self._cut(array)
+        own, text = np.empty_like(parts[self._rank]), f"{what}(root={root})"
+        self._scatter(function, parts, own, describe_arrays(text, array), divisor)
+        # Other ranks do not send empty parts, which the root does not receive either.
+        receives = {r: p for r, p in enumerate(parts) if p.size and self._rank == root}
+        sends = {root: own} if own.size else {}
+        self._moves.exchange(sends, receives, f"gather of {text}")
+
+    def _cut(self, array: Array) -> list[Array]:
+        flat, size = flat_view(array), self._size
+        bounds = [flat.size * number // size for number in range(size + 1)]
+        return [flat[bounds[n] : bounds[n + 1]] for n in range(size)]
+
+    def reduce_scatter(
+        self,
+        function: np.ufunc,
+        parts: Sequence[Array],
+        result: Array,
+        what: str,
+        *,
+        divisor: int = 0,
+    ) -> None:
+        """Combine part ``r`` of all replicas by a ufunc, on replica ``r``.
+
+        The ``parts`` have one dtype, but may have different sizes. ``result`` receives
+        this replica's part of the results; it may be the memory of this part itself.
+        """
+        parts = list(parts)
+        name, outs = (function.__name__, divisor), [result]
+        if self._repeat(what, name, parts, outs) is None:
+            self._reduce_scatter(function, parts, result, what, divisor)
+
+    @collective
+    def _reduce_scatter(
+        self,
+        function: np.ufunc,
+        parts: list[Array],
+        result: Array,
+        what: str,
+        divisor: int,
+    ) -> None:
+        name = function.__name__, divisor
+        given = what, name, parts, [result]
+        if self._repeat(*given, True) is not None:
+            return
+        _check_function(function, result, what)
+        self._moves.check_parts(parts, result, self._rank)
+        flat, flats = flat_view(result), [flat_view(part) for part in parts]
+        call, seconds = describe_arrays(what, parts[0], flats), self._seconds
+        if self.collectives.channel is not None:
+            self.collectives.channel.failures.refuse(call)
+        kernel_call = self._kernel_scatter(function, parts, result, call, divisor)
+        if kernel_call is not None:
+            kernel_call.keep(self._repeat, what, (name,), True, seconds)
+            if kernel_call.repeat(parts, [result], seconds) is not None:
+                return
+        if any(
+            np.may_share_memory(flat, part)
+            for rank, part in enumerate(flats)
+            if rank != self._rank or part.ctypes.data != flat.ctypes.data
+        ):
+            parts = [part.copy() for part in parts]
+        if kernel_call is not None:
+            kernel_call.run(parts, [result], seconds)
+            return
+        flats = [flat_view(part) for part in parts]
+        self._scatter(function, flats, flat, call, divisor)
+
+    @property
+    def _seconds(self) -> float | None:
+        return self.collectives.timeout_seconds
+
+    def _kernel_scatter(
+        self,
+        function: np.ufunc,
+        parts: Sequence[Array],
+        result: Array,
+        call: Call,
+        divisor: int,
+    ) -> KernelCall | None:
+        """Return the call of a reduce-scatter by the kernel; None if it cannot make it.
+
+        Its sums have the same bits as those of `reduce_scatter`.
+        """
+        channel: Any = self.collectives.channel
+        if channel is None or channel.kernel is None or channel.wire is not None:
+            return None
+        codes = type_codes([result.dtype], "SUM") if function is np.add else None
+        if codes is None or (divisor and result.dtype.kind not in "fc"):
+            return None
+        key = call, divisor, tuple(a.shape for a in (*parts, result))
+        found = self._scatters.get(key)
+        if found is None:
+            likes = [np.broadcast_to(np.empty((), a.dtype), a.shape) for a in parts]
+            like = np.broadcast_to(np.empty((), result.dtype), result.shape)
+            piece_bytes = cached_piece_bytes(
+                channel.topology.slot_bytes, channel.topology
+            )
+            columns = piece_bytes // (result.itemsize * self._size)
+            how = columns, divisor, call, call.digest
+            one = load().scatter(channel.kernel, codes[0], likes, [like], *how)
+            if len(self._scatters) >= _MOST_KEPT:
+                self._scatters.clear()
+            found = self._scatters[key] = KernelCall(channel, call, one, None)
+        return found
+
+    def _scatter(
+        self,
+        function: np.ufunc,
+        parts: list[Array],
+        result: Array,
+        call: Call,
+        divisor: int = 0,
+    ) -> None:
+        if not self._moves.alone(parts[self._rank], result):
+            channel: Any = self.collectives.channel
+            steps = reduce_scatter(
+                parts, result, function, call, channel, divisor=divisor
+            )
+            channel.drive(steps, call, self._seconds)
+
+
+def _check_function(function: np.ufunc, array: Array, what: str) -> None:
+    """Before the header, raise TypeError if the ufunc does not accept the dtype."""
+    nothing = array.reshape(-1)[:0]
+    try:
+        function(nothing, nothing)
+    except TypeError as error:
+        raise TypeError(
+            f"expected a type for which {function.__name__} is defined in {what}, "
+            f"found {array.dtype}; use another reduction or another type"
+        ) from error

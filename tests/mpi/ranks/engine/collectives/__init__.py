@@ -1,1 +1,0 @@
-"""Rank tests of hpcstrat/engine/collectives."""
