@@ -24,6 +24,7 @@ from hpcstrat.engine.algorithms.kernel_call import (
     SentValues,
     cached_piece_bytes,
 )
+from hpcstrat.engine.algorithms.move_messages import move_by_messages, same_memory
 from hpcstrat.engine.algorithms.plan import is_plain
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.channel import Channel
@@ -34,7 +35,6 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["MovePlan", "hand_over"]
 
-_TAG = 23
 # Ranks read streams from this size on in each other's memory, instead of copying them
 # through the places of the rings: each byte is copied once. Below, this is slower.
 _LEAST_READ_BYTES = 512 << 10
@@ -161,7 +161,7 @@ class MovePlan:
             array.copy()
             if any(
                 np.may_share_memory(array, out)
-                and not ((i, j) == (source, result) and _same(array, out))
+                and not ((i, j) == (source, result) and same_memory(array, out))
                 for j, out in enumerate(outs)
             )
             else array
@@ -181,7 +181,7 @@ class MovePlan:
         elif channel.wire is None:
             yield from self._in_memory(own, targets)
         else:
-            yield from self._by_messages(own, targets)
+            yield from move_by_messages(blocks, own, targets, channel)
         i, j = blocks.own
         if i >= 0 and not any(b.rank == self._me for b in self._takes):
             octets[j][...] = _octets(flats[i])
@@ -222,47 +222,6 @@ class MovePlan:
             call=self.call,
             channel=channel,
         )
-
-    def _by_messages(self, own: Array, targets: list[Array]) -> WaitSteps:
-        """Send the streams in messages between all ranks; not for one worker.
-
-        Allocates all memory before the header, which reports a lack of memory.
-        """
-        blocks, first = self._blocks, dict[int, int]()
-        comm = self._channel.interruptible(self._channel.topology.replica_comm)
-        came: dict[int, Array] = {}
-        if blocks.spans is None:
-            # MPI passes on what it has received, so that few bytes cross the network.
-            sizes = blocks.streams
-            senders = [rank for rank, size in enumerate(sizes) if size]
-            if len(senders) == 1:
-                [root] = senders
-                came[root] = (
-                    own if comm.rank == root else np.empty(sizes[root], np.uint8)
-                )
-                yield HEADER
-                comm.cast_array(came[root], root)
-            else:
-                whole = np.empty(sum(sizes), np.uint8)
-                start = sum(sizes[: comm.rank])
-                whole[start : start + own.size] = own
-                came = dict(enumerate(np.split(whole, np.cumsum(sizes)[:-1])))
-                yield HEADER
-                if senders:
-                    comm.gather_in_place(whole, sizes)
-            first = dict.fromkeys(came, 0)
-        else:
-            sends = dict[int, Array]()
-            for rank, (low, high) in blocks.spans.items():
-                sends[rank] = own[low:high]
-            for block in self._takes:
-                came[block.rank] = np.empty(block.nbytes, np.uint8)
-                first[block.rank] = block.offset
-            yield HEADER
-            comm.exchange(sends, came, _TAG)
-        for block, target in zip(self._takes, targets, strict=True):
-            low = block.offset - first[block.rank]
-            target[...] = came[block.rank][low : low + target.size]
 
 
 def hand_over(
@@ -377,11 +336,6 @@ def _numbers(blocks: Sequence[Block], ranks: Sequence[int]) -> Array:
 def _octets(array: Array) -> Array:
     """Return the bytes of a contiguous array, as a flat array."""
     return array.reshape(-1).view(np.uint8) if array.size else np.empty(0, np.uint8)
-
-
-def _same(one: Array, other: Array) -> bool:
-    """Return whether two contiguous arrays are the same memory."""
-    return one.nbytes == other.nbytes and one.ctypes.data == other.ctypes.data
 
 
 def _rows(octets: Array, block: Block) -> Array:

@@ -9,6 +9,7 @@ other messages.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
 from hpcstrat.engine.typing import Array
 
-__all__ = ["reduce_scatter"]
+__all__ = ["combine_terms", "reduce_scatter"]
 
 _TAG = 23
 _PIECE_BYTES = 512 << 10
@@ -45,32 +46,48 @@ def reduce_scatter(
     multiplied in float32.
     """
     topology, size, dtype = channel.topology, len(parts), result.dtype
-    widens = is_half(dtype) and function in (np.add, np.multiply)
-    wide = np.dtype(np.float32) if widens else dtype
+    wide = _wide(dtype, function)
     scratch = channel.rings.scratch(wide)
     room = min(_PIECE_BYTES, topology.slot_bytes)
     columns = max(1, room // (wide.itemsize * (size - 1)))
     place_bytes = columns * (size - 1) * dtype.itemsize
 
     def combine(piece: slice, terms: list[Array]) -> None:
-        total = result[piece]
-        if not total.size:
-            return
         terms.insert(topology.replica_id, parts[topology.replica_id][piece])
-        if not widens:
-            add_in_order(terms, total, scratch, function)
-            divide(total, divisor)
-            return
-        sums = scratch[: total.size]
-        call_without_fp_warnings(assign, sums, ..., terms[0])
-        add_in_order([sums, *terms[1:]], sums, function=function)
-        divide(sums, divisor)
-        call_without_fp_warnings(assign, total, ..., sums)
+        combine_terms(terms, result[piece], function, scratch, divisor)
 
     if topology.num_workers == 1 and place_bytes <= topology.slot_bytes:
         yield from _scatter_in_memory(parts, columns, combine, call, channel)
     else:
         yield from _scatter_messages(parts, columns, combine, channel)
+
+
+def combine_terms(
+    terms: Sequence[Array],
+    total: Array,
+    function: np.ufunc,
+    scratch: Array | None = None,
+    divisor: int = 0,
+) -> None:
+    """Combine flat arrays in their order, as `reduce_scatter` does; not collective."""
+    if not total.size:
+        return
+    wide = _wide(total.dtype, function)
+    if wide == total.dtype:
+        add_in_order(terms, total, scratch, function)
+        divide(total, divisor)
+        return
+    sums = np.empty(total.size, wide) if scratch is None else scratch[: total.size]
+    call_without_fp_warnings(assign, sums, ..., terms[0])
+    add_in_order([sums, *terms[1:]], sums, function=function)
+    divide(sums, divisor)
+    call_without_fp_warnings(assign, total, ..., sums)
+
+
+def _wide(dtype: np.dtype[Any], function: np.ufunc) -> np.dtype[Any]:
+    """Return the dtype in which numbers are combined."""
+    widens = is_half(dtype) and function in (np.add, np.multiply)
+    return np.dtype(np.float32) if widens else dtype
 
 
 def _scatter_in_memory(

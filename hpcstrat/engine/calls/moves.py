@@ -432,12 +432,8 @@ class Moves:
         arrays = *sends.values(), *receives.values()
         for array in arrays:
             flat_view(array)
-        own = [
-            tuple((r, p.size, str(p.dtype), p.itemsize) for r, p in parts.items())
-            for parts in (sends, receives)
-        ]
         if self.collectives.channel is None:
-            text = _check_sent([(*own, "")])
+            text = _check_sent([(_sizes(sends), _sizes(receives), "")])
             if text:
                 raise CollectiveError(text)
             for rank, part in receives.items():
@@ -447,7 +443,8 @@ class Moves:
         me = self.rank
 
         def exchange(comm: Any) -> Any:
-            found = comm.allgather((*own, call_site()))
+            own = _sizes(sends), _sizes(receives), call_site()
+            found = comm.allgather(own)
             text = _check_sent(found)
             return CollectiveError(text) if text else tuple(row[:2] for row in found)
 
@@ -460,7 +457,8 @@ class Moves:
         expected = sizes.pop() if equal and len(sizes) == 1 else None
         given = list(sends.values()), list(receives.values())
         # The kernel's plan is for arrays of these shapes.
-        key = tuple(own), tuple(array.shape for array in arrays)
+        kinds = (*((array.shape, array.dtype) for array in arrays),)
+        key = tuple(sends), tuple(receives), kinds
         self._repeated.make(Move(call, *given, key, plan, kept, exchange, expected))
 
     def _move_known(
@@ -554,6 +552,11 @@ def _gatherable(leaf: Any, axis: Any) -> Array:
             + ("give scalars a dimension first" if array.ndim == 0 else "change it")
         )
     return array
+
+
+def _sizes(parts: Mapping[int, Array]) -> tuple[tuple[int, int, str, int], ...]:
+    """Return each neighbor's number, and the size and dtype of its array."""
+    return tuple((r, p.size, str(p.dtype), p.itemsize) for r, p in parts.items())
 
 
 def _check_sent(rows: Sequence[Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.engine.algorithms.kernel_call import KernelCall, cached_piece_bytes
-from hpcstrat.engine.algorithms.parts import reduce_scatter
+from hpcstrat.engine.algorithms.parts import combine_terms, reduce_scatter
 from hpcstrat.engine.calls.moves import (
     Moves,
     describe_arrays,
@@ -27,6 +27,8 @@ from hpcstrat.engine.typing import Array
 __all__ = ["PartReductions"]
 
 _MOST_KEPT = 512
+# Between workers, arrays of at most this size are combined after an all-to-all.
+_FEW_BYTES = 64 << 10
 
 
 class PartReductions:
@@ -41,6 +43,8 @@ class PartReductions:
         self._size, self._rank = moves.size, moves.rank
         # The kernel's calls, by the description of the call and the arrays' shapes.
         self._scatters: dict[Hashable, KernelCall] = {}
+        # The kinds of calls between workers with few values, whose arrays are checked.
+        self._few: set[Hashable] = set()
         kernel = getattr(self.collectives.channel, "kernel", None)
         self._repeat = repeat_nothing if kernel is None else kernel.repeater()
 
@@ -114,6 +118,9 @@ class PartReductions:
         this replica's part of the results; it may be the memory of this part itself.
         """
         parts = list(parts)
+        if self._few and (what, *_kind(function, parts, result, divisor)) in self._few:
+            self._combine_few(function, parts, result, what, divisor)
+            return
         name, outs = (function.__name__, divisor), [result]
         if self._repeat(what, name, parts, outs) is None:
             self._reduce_scatter(function, parts, result, what, divisor)
@@ -151,8 +158,29 @@ class PartReductions:
         if kernel_call is not None:
             kernel_call.run(parts, [result], seconds)
             return
+        wire = getattr(self.collectives.channel, "wire", None)
+        if wire is not None and sum(part.nbytes for part in parts) <= _FEW_BYTES:
+            if len(self._few) >= _MOST_KEPT:
+                self._few.clear()
+            self._few.add((what, *_kind(function, parts, result, divisor)))
+            self._combine_few(function, parts, result, what, divisor)
+            return
         flats = [flat_view(part) for part in parts]
         self._scatter(function, flats, flat, call, divisor)
+
+    def _combine_few(
+        self,
+        function: np.ufunc,
+        parts: Sequence[Array],
+        result: Array,
+        what: str,
+        divisor: int,
+    ) -> None:
+        """Combine few values: an all-to-all sends them in its header."""
+        terms = [np.empty_like(result) for _ in parts]
+        self._moves.all_to_all(parts, terms, what)
+        flats = [flat_view(term) for term in terms]
+        combine_terms(flats, flat_view(result), function, divisor=divisor)
 
     @property
     def _seconds(self) -> float | None:
@@ -206,6 +234,14 @@ class PartReductions:
                 parts, result, function, call, channel, divisor=divisor
             )
             channel.drive(steps, call, self._seconds)
+
+
+def _kind(
+    function: np.ufunc, parts: Sequence[Array], result: Array, divisor: int
+) -> tuple[Hashable, ...]:
+    """Return everything that the checks of a reduce-scatter look at."""
+    kinds = ((array.dtype, array.shape) for array in (*parts, result))
+    return function, divisor, *kinds
 
 
 def _check_function(function: np.ufunc, array: Array, what: str) -> None:

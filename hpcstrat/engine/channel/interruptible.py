@@ -199,10 +199,10 @@ class InterruptibleComm:
         return buffer.data
 
     def cast_array(self, flat: Any, root: int) -> None:
-        """Copy the root's flat array into ``flat`` of all ranks, in pieces."""
+        """Copy the root's flat array into ``flat`` of all ranks."""
         data = flat.view(np.uint8)
-        for start in range(0, data.size, PIECE_BYTES):
-            self.Bcast(data[start : start + PIECE_BYTES], root)
+        for start in range(0, data.size, _MOST_GATHERED_BYTES):
+            self.Bcast(data[start : start + _MOST_GATHERED_BYTES], root)
 
     def exchange_objects(
         self, sent: Mapping[int, Any], sources: Iterable[int]
