@@ -24,11 +24,12 @@ from hpcstrat.engine.calls.reduction_arrays import by_memory, list_structure
 from hpcstrat.engine.calls.repeated_moves import Move, RepeatedMoves
 from hpcstrat.engine.channel.call import Call, describe_call, signature_text
 from hpcstrat.engine.channel.entries import collective
+from hpcstrat.engine.channel.pending_calls import PendingCall
 from hpcstrat.engine.channel.waitable import LengthsDifferError
 from hpcstrat.engine.tree import flatten, unflatten
 from hpcstrat.engine.typing import Array, Tree
 
-__all__ = ["Gathers"]
+__all__ = ["Gathers", "started_gather"]
 
 # Objects are sent in a first message of this size, which begins with their size.
 _FIRST_BYTES, _SIZE_BYTES = 512, 8
@@ -103,13 +104,11 @@ class Gathers:
         arrays: list[Array],
         axis: int,
         call: Call,
-        given: tuple[str, Any, Any],
-        *,
-        equal: bool = False,
+        given: tuple[str, Any, Any] | None,
     ) -> Move:
         """Return the gather of arrays in host memory.
 
-        ``equal`` says whether the header compares the lengths of all ranks.
+        ``given`` is None for a started call, whose header compares all lengths.
         """
         shapes = [(*a.shape[:axis], *a.shape[axis + 1 :]) for a in arrays]
         inner = [math.prod(a.shape[axis + 1 :]) * a.itemsize for a in arrays]
@@ -129,9 +128,28 @@ class Gathers:
             ]
             return gathered_blocks(lengths, inner, outer, rank), results
 
-        if equal:
-            return Move(call, arrays, None, own, plan, given)
-        return Move(call, arrays, None, own, plan, given, exchange, all_equal)
+        more = () if given is None else (exchange, all_equal)
+        return Move(call, arrays, None, own, plan, given, *more)
+
+    def start_all_gather(self, tree: Tree, axis: int, what: str) -> PendingCall:
+        """Start the gather of arrays whose shapes are equal on all replicas.
+
+        Collective over ``topology.replica_comm``, but does not wait. `PendingCall.wait`
+        returns the result of `all_gather`. Until then, the arrays must not be written.
+        Call this only from an entry. Raises ValueError for arrays on GPUs. If shapes
+        differ, ``wait`` raises CollectiveError on every replica.
+        """
+        calls = self.collectives
+        call, arrays, structure = started_gather(tree, axis, what)
+        if calls.channel is None:
+            copies = unflatten(structure, [array.copy() for array in arrays])
+            return PendingCall(None, call, iter(()), copies)
+        plan = self._gathers.plan(self._gather(arrays, axis, call, None))
+        results = plan.new_results()
+        steps, whole = plan.steps(arrays, results), unflatten(structure, results)
+        return PendingCall(
+            calls.channel, plan.call, steps, whole, calls.timeout_seconds
+        )
 
     def broadcast(self, tree: Tree, root: int, what: str) -> Tree:
         """Return the root's arrays on every replica, as new arrays.
@@ -221,6 +239,23 @@ def _gather_call(what: str, axis: int, arrays: list[Array], structure: Any) -> C
     )
     details = f"{text} in {structure}" if len(arrays) != 1 else text
     return describe_call(f"{what}(axis={axis})", details, sum(a.nbytes for a in arrays))
+
+
+def started_gather(tree: Tree, axis: int, what: str) -> tuple[Call, list[Array], Any]:
+    """Return the description of a started gather, its arrays, and their structure.
+
+    The description contains all shapes, which must be equal on all replicas. Raises
+    ValueError for arrays on GPUs.
+    """
+    leaves, structure = flatten(tree)
+    arrays = [_gatherable(leaf, axis) for leaf in leaves]
+    if any(is_device(array) for array in arrays):
+        raise ValueError(
+            f"expected arrays in host memory in {what}, found one on a GPU; use "
+            "all_gather"
+        )
+    text, nbytes = signature_text(structure, arrays), sum(a.nbytes for a in arrays)
+    return describe_call(f"{what}(axis={axis})", text, nbytes), arrays, structure
 
 
 def _gatherable(leaf: Any, axis: Any) -> Array:

@@ -160,7 +160,6 @@ class RepeatedMoves:
         `hpcstrat.engine.channel.entries`.
         """
         channel: Any = self._collectives.channel
-        timeout_seconds = self._collectives.timeout_seconds
         channel.failures.refuse(move.call)
         kind = self._kind(move.call)
         while True:
@@ -168,10 +167,10 @@ class RepeatedMoves:
             expected = move.equal if kind.is_new else None
             try:
                 if plan is not None:
-                    return plan.run(move.arrays, move.outs, timeout_seconds)
+                    return plan.run(move.arrays, move.outs, self._seconds)
                 if move.exchange is None or expected is not None:
                     return self._first(kind, move, expected, True)
-                channel.agree(move.call, timeout_seconds)
+                channel.agree(move.call, self._seconds)
                 break
             except LengthsDifferError:
                 kind.change()
@@ -185,21 +184,34 @@ class RepeatedMoves:
         given = move.call.text, self._first, kind, move, lengths, kind.learn()
         return cast("Sequence[Array]", self._collectives.call(*given))
 
+    def plan(self, move: Move) -> MovePlan:
+        """Return the plan of a call whose header compares all lengths."""
+        kind = self._kind(move.call)
+        return kind.plan(move.own) or self._planned(kind, move, None, True)
+
     def _first(
         self, kind: _Kind, move: Move, lengths: Any, keeps: bool
     ) -> Sequence[Array]:
-        """Make a plan for the lengths of all ranks, keep it, and run it."""
+        """Make a plan for the lengths of all ranks, and run it."""
+        plan, seconds = self._planned(kind, move, lengths, keeps), self._seconds
+        return plan.run(move.arrays, move.outs, seconds)
+
+    @property
+    def _seconds(self) -> Any:
+        return self._collectives.timeout_seconds
+
+    def _planned(self, kind: _Kind, move: Move, lengths: Any, keeps: bool) -> MovePlan:
+        """Make a plan for the lengths of all ranks; keep it, if ``keeps`` is true."""
         blocks, results = move.plan(lengths)
         if move.outs is not None:
             results = [(out.shape, out.dtype) for out in move.outs]
         sources = [(array.shape, array.dtype) for array in move.arrays]
         call = move.call if lengths is None else move.call.with_lengths(lengths)
-        channel: Any = self._collectives.channel
-        allocate, seconds = self._recycler.arrays, self._collectives.timeout_seconds
+        channel, allocate = self._collectives.channel, self._recycler.arrays
         plan = MovePlan(call, blocks, (sources, results), channel, allocate)
         if keeps:
             kind.keep(move.own, plan)
             if move.given is not None and type(move.given[-1]) in (list, np.ndarray):
                 what, name, value = move.given
-                plan.keep(self.repeat, what, name, type(value) is list, seconds)
-        return plan.run(move.arrays, move.outs, seconds)
+                plan.keep(self.repeat, what, name, type(value) is list, self._seconds)
+        return plan

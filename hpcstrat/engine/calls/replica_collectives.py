@@ -54,6 +54,7 @@ class Collectives:
         self.all_gather = self._gathers.all_gather
         self.broadcast = self._gathers.broadcast
         self.repeat_gather = self._gathers.repeat_gather
+        self.start_all_gather = self._gathers.start_all_gather
         self.barrier = self.moves.barrier
         self.batch_reduce = self._reductions.batch_reduce
         self.reduce_in_call = self._reductions.reduce_in_call

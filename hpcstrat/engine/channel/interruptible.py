@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,11 @@ class InterruptibleComm:
             if self._topology.shares_cores:
                 os.sched_yield()
         self._topology.moves += 1
+
+    def finish(self, messages: Iterable[Message]) -> None:
+        """Wait for MPI calls, each of which is made after the one before has ended."""
+        for message in messages:
+            self._finish(message, message.nbytes)
 
     def Barrier(self) -> None:  # noqa: N802
         """Wait for all ranks."""
@@ -153,18 +158,30 @@ class InterruptibleComm:
         self._finish(Message(self._comm.Iallgather, sent, found), 0)
         return found
 
-    def gather_in_place(self, whole: Any, sizes: Sequence[int]) -> None:
+    def gathering(self, whole: Any, sizes: Sequence[int]) -> Iterator[Message]:
         """Send this rank's part of a uint8 array to all ranks, and receive their parts.
 
         Part ``r`` has ``sizes[r]`` bytes, and the parts are adjacent in rank order.
+        Yields the MPI calls, to wait for one after the other.
         """
-        if whole.nbytes < _MOST_GATHERED_BYTES:
-            self.Allgatherv(self.mpi.IN_PLACE, [whole, sizes, self.mpi.BYTE])
+        if 0 < whole.nbytes < _MOST_GATHERED_BYTES:
+            given = self.mpi.IN_PLACE, [whole, sizes, self.mpi.BYTE]
+            yield Message(self._comm.Iallgatherv, *given, nbytes=whole.nbytes)
             return
         start = 0
         for root, nbytes in enumerate(sizes):
-            self.cast_array(whole[start : start + nbytes], root)
+            yield from self.casting(whole[start : start + nbytes], root)
             start += nbytes
+
+    def casting(self, flat: Any, root: int) -> Iterator[Message]:
+        """Copy the root's flat array into ``flat`` of all ranks, in pieces.
+
+        Yields the MPI calls, to wait for one after the other.
+        """
+        data = flat.view(np.uint8)
+        for start in range(0, data.size, PIECE_BYTES):
+            piece = data[start : start + PIECE_BYTES]
+            yield Message(self._comm.Ibcast, piece, root, nbytes=piece.nbytes)
 
     def gathered(self, data: bytes) -> list[memoryview]:
         """Return the bytes of all ranks, in rank order."""
@@ -200,9 +217,7 @@ class InterruptibleComm:
 
     def cast_array(self, flat: Any, root: int) -> None:
         """Copy the root's flat array into ``flat`` of all ranks, in pieces."""
-        data = flat.view(np.uint8)
-        for start in range(0, data.size, PIECE_BYTES):
-            self.Bcast(data[start : start + PIECE_BYTES], root)
+        self.finish(self.casting(flat, root))
 
     def exchange_objects(
         self, sent: Mapping[int, Any], sources: Iterable[int]

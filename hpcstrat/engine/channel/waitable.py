@@ -130,8 +130,11 @@ class Exchange(Waitable):
 
 
 class Message(Exchange):
-    """One nonblocking MPI call, which the constructor makes."""
+    """One nonblocking MPI call, which the constructor makes; it moves ``nbytes``."""
 
-    def __init__(self, call: Callable[..., Any], *arguments: Any) -> None:
+    def __init__(
+        self, call: Callable[..., Any], *arguments: Any, nbytes: int = 0
+    ) -> None:
         super().__init__(*arguments)
+        self.nbytes = nbytes
         self.requests.append(call(*arguments))
