@@ -9,7 +9,7 @@ import numpy as np
 
 from hpcstrat.engine.arrays.casting import without_fp_warnings
 from hpcstrat.engine.arrays.kinds import is_device, to_host
-from hpcstrat.engine.calls.object_collectives import ObjectCollectives
+from hpcstrat.engine.calls.replica_collectives import Collectives
 from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.context import AnnouncesInitErrors, current, own_index
 from hpcstrat.engine.options import VariableAggregation, VariableSynchronization
@@ -68,7 +68,7 @@ class Metric(AnnouncesInitErrors):
         # The decorator `channel.entries.collective` reads this property.
         first: Any = next(iter(self._totals.values()), None)
         distributed = isinstance(first, SyncOnReadVariable)
-        return first.collectives if distributed else ObjectCollectives(None)
+        return first.collectives if distributed else Collectives(None)
 
     @collective
     def result(self) -> Any:

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.engine.algorithms.kernel_call import repeat_nothing
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import is_device, to_reducible
 from hpcstrat.engine.calls.cross_device_ops import CrossDeviceOps
-from hpcstrat.engine.calls.moves import repeat_nothing
 from hpcstrat.engine.calls.replica_collectives import Collectives
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.entries import collective

@@ -293,6 +293,38 @@ class ReplicaContext:
         self._require_current("all_gather")
         return self.collectives.all_gather(value, axis, "all_gather")
 
+    @collective
+    def start_all_gather(self, value: Tree, axis: int) -> PendingCall | EndedReduction:
+        """Start a gather of equal shapes, and return an object that can wait for it.
+
+        Collective over the strategy's replicas, but the call does not wait for them.
+        Started calls end in the order of their starts, see `start_all_reduce`.
+
+        Parameters
+        ----------
+        value : tree of array, each of shape (...)
+            This replica's value, in host memory; structures, shapes and dtypes are
+            equal on all replicas. Do not write to ``value`` before the end of the call.
+        axis : int
+            At least 0, below the number of dimensions.
+
+        Returns
+        -------
+        PendingCall or EndedReduction
+            ``test()`` returns whether the gather has ended. ``wait()`` returns new
+            arrays that contain the values in replica order, as `all_gather` does. It
+            raises a CollectiveError, on every replica, if the replicas' calls or shapes
+            differ.
+
+        Raises
+        ------
+        ValueError
+            For scalars, an axis out of range, or arrays on GPUs.
+        """
+        what = "start_all_gather"
+        self._require_current(what)
+        return self.collectives.start_all_gather(value, axis, what)
+
     def __repr__(self) -> str:
         return (
             f"ReplicaContext(replica {self._replica_id} of {self.num_replicas_in_sync})"

@@ -10,7 +10,7 @@ import numpy as np
 
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import array_module
-from hpcstrat.engine.calls.object_collectives import ObjectCollectives
+from hpcstrat.engine.calls.replica_collectives import Collectives
 from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.context import current, own_index, second_strategy
 from hpcstrat.engine.options import (
@@ -32,7 +32,7 @@ from hpcstrat.variables.variable import Variable, apply_into, view_of
 _NONE = VariableAggregation.NONE
 
 _CROSS, _REPLICA, _UPDATE = "cross", "replica", "update"
-_ALONE = ObjectCollectives(None)
+_ALONE = Collectives(None)
 
 
 class DistributedVariable(Variable, DistributedValues):
@@ -89,7 +89,7 @@ class DistributedVariable(Variable, DistributedValues):
         return rule.combine(self._strategy, parts, what)
 
     @property
-    def collectives(self) -> ObjectCollectives:
+    def collectives(self) -> Collectives:
         """The object for the collective calls of this variable in the current context.
 
         For the library's own modules."""

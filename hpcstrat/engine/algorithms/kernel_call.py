@@ -21,7 +21,14 @@ from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CollectiveError
 
-__all__ = ["SMALL_BYTES", "KernelCall", "SentValues", "cached_piece_bytes"]
+__all__ = [
+    "SMALL_BYTES",
+    "KernelCall",
+    "SentValues",
+    "cached_piece_bytes",
+    "repeat_nothing",
+    "repeater",
+]
 
 SMALL_BYTES = 32 << 10
 """The kernel allocates results below this size; larger results use recycled memory."""
@@ -31,6 +38,19 @@ SMALL_BYTES = 32 << 10
 _CACHED_PIECE_BYTES = 64 << 10
 # Return codes of the kernel.
 _DONE, _HEADER_AWAITED, _, _DIFFERS, _, _HEADER_SENT, _NOT_READ = range(7)
+
+
+def repeat_nothing(*_: Any) -> Any:
+    """Return None, so that every call is made by Python code, not by the kernel."""
+
+
+def repeater(channel: Any) -> Any:
+    """Return a function of the channel's kernel that makes an earlier call again.
+
+    It returns None if Python code must make the call. See `KernelCall.keep`.
+    """
+    kernel = getattr(channel, "kernel", None)
+    return repeat_nothing if kernel is None else kernel.repeater()
 
 
 def cached_piece_bytes(piece_bytes: int, topology: Topology) -> int:

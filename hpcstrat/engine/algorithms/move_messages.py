@@ -7,7 +7,7 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,33 +28,44 @@ _Takes = Sequence[tuple[Block, Array]]
 
 
 def move_by_messages(
-    blocks: MoveBlocks, own: Array, targets: Sequence[Array], channel: Channel
+    blocks: MoveBlocks,
+    own: Array,
+    targets: Sequence[Array],
+    channel: Channel,
+    *,
+    waits: bool,
 ) -> WaitSteps:
     """Send each rank's stream, ``own``, to the ranks that take blocks of it.
 
     Collective over ``topology.replica_comm``. ``targets`` is the memory of the blocks
-    that this rank takes.
+    that this rank takes. For ``waits``, see `MovePlan.steps`.
     """
     comm = channel.interruptible(channel.topology.replica_comm)
+    steps: Iterator[Any]
     takes = list(zip(blocks.takes, targets, strict=True))
     senders = [rank for rank, size in enumerate(blocks.streams) if size]
     if blocks.spans is not None:
         parts = {rank: own[low:high] for rank, (low, high) in blocks.spans.items()}
-        yield from _exchanged(parts, own, takes, comm)
+        steps = _exchanged(parts, own, takes, comm)
     elif not senders:
-        yield HEADER
+        steps = iter([HEADER])
     elif len(senders) == 1:
-        yield from _broadcast(senders[0], own, takes, comm)
+        steps = _broadcast(senders[0], own, takes, comm)
     elif channel.topology.num_workers == comm.size:
         others = [rank for rank in range(comm.size) if rank != comm.rank and own.size]
-        yield from _exchanged(dict.fromkeys(others, own), own, takes, comm)
+        steps = _exchanged(dict.fromkeys(others, own), own, takes, comm)
     else:
-        yield from _gathered(blocks.streams, own, takes, comm)
+        steps = _gathered(blocks.streams, own, takes, comm)
+    yield next(steps)
+    if waits:
+        comm.finish(steps)
+    else:
+        yield from steps
 
 
 def _exchanged(
     parts: Mapping[int, Array], own: Array, takes: _Takes, comm: InterruptibleComm
-) -> WaitSteps:
+) -> Iterator[Any]:
     """Send a part to each of some ranks, and receive a message from each sender."""
     taken = dict[int, list[tuple[Block, Array]]]()
     for block, target in takes:
@@ -64,24 +75,24 @@ def _exchanged(
     if comm.rank in memory:
         memory[comm.rank][...] = own
     messages = {rank: part for rank, part in memory.items() if rank != comm.rank}
-    comm.exchange(parts, messages, _TAG)
+    yield comm.exchanging(parts, messages, _TAG)
     for rank, some in taken.items():
         _copy_out(memory[rank], some, some[0][0].offset)
 
 
 def _broadcast(
     root: int, own: Array, takes: _Takes, comm: InterruptibleComm
-) -> WaitSteps:
+) -> Iterator[Any]:
     """Send the stream of the only sender to all ranks."""
     whole = own if comm.rank == root else _memory(takes)
     yield HEADER
-    comm.cast_array(whole, root)
+    yield from comm.casting(whole, root)
     _copy_out(whole, takes)
 
 
 def _gathered(
     sizes: Sequence[int], own: Array, takes: _Takes, comm: InterruptibleComm
-) -> WaitSteps:
+) -> Iterator[Any]:
     """Send all streams to all ranks.
 
     MPI passes on what a rank has received, so that few bytes cross the network if a
@@ -92,7 +103,7 @@ def _gathered(
     streams = np.split(whole, np.cumsum(sizes)[:-1])
     yield HEADER
     streams[comm.rank][...] = own
-    comm.gather_in_place(whole, sizes)
+    yield from comm.gathering(whole, sizes)
     if found is None:
         for block, target in takes:
             _copy_out(streams[block.rank], [(block, target)])

@@ -96,7 +96,7 @@ class MovePlan:
             piece_bytes,
             call,
             call.digest,
-            self._new if large else None,
+            self.new_results if large else None,
             self._reads(len(sources), len(results)),
         )
         self._kernel = KernelCall(channel, call, one, sent)
@@ -111,7 +111,8 @@ class MovePlan:
         large = self._blocks.nbytes >= _LEAST_READ_BYTES and most < _MOST_READ_ARRAYS
         return large and channel.wire is None and channel.reads_memory
 
-    def _new(self) -> list[Array]:
+    def new_results(self) -> list[Array]:
+        """Allocate arrays for the results; not collective."""
         made: list[Array] = self._allocate(self.results)
         return made
 
@@ -144,13 +145,13 @@ class MovePlan:
             found = kernel.repeat(*given, timeout_seconds)
             if found is not None:
                 return list(found)
-        results = self._new() if outs is None else outs
+        results = self.new_results() if outs is None else outs
         if outs is not None:
             arrays = self._apart(arrays, outs)
         if kernel is not None:
             kernel.run(arrays, results, timeout_seconds)
         else:
-            steps = self.steps(arrays, results)
+            steps = self.steps(arrays, results, waits=True)
             self._channel.drive(steps, self.call, timeout_seconds)
         return results
 
@@ -168,8 +169,14 @@ class MovePlan:
             for i, array in enumerate(arrays)
         ]
 
-    def steps(self, arrays: Sequence[Array], results: Sequence[Array]) -> WaitSteps:
-        """Make the call step by step; see `hpcstrat.engine.channel.waitable`."""
+    def steps(
+        self, arrays: Sequence[Array], results: Sequence[Array], *, waits: bool = False
+    ) -> WaitSteps:
+        """Make the call step by step; see `hpcstrat.engine.channel.waitable`.
+
+        Between workers, calls in which ranks send parts of their arrays to each other
+        need ``waits``: then MPI's calls wait here, and not where the steps are awaited.
+        """
         channel, blocks = self._channel, self._blocks
         flats = [a if is_plain(a) else np.require(a, requirements="C") for a in arrays]
         own = _stream([_octets(flat) for flat in flats], self._puts)
@@ -181,7 +188,7 @@ class MovePlan:
         elif channel.wire is None:
             yield from self._in_memory(own, targets)
         else:
-            yield from move_by_messages(blocks, own, targets, channel)
+            yield from move_by_messages(blocks, own, targets, channel, waits=waits)
         i, j = blocks.own
         if i >= 0 and not any(b.rank == self._me for b in self._takes):
             octets[j][...] = _octets(flats[i])

@@ -48,10 +48,6 @@ class Request:
     allocate: Callable[..., list[Array]]
     op: ReduceOp = ReduceOp.SUM
 
-    def made(self, how: str) -> Request:
-        """Return a copy of this request whose call names the algorithm ``how``."""
-        return replace(self, call=replace(self.call, how=how))
-
     def of_keys(self) -> Request:
         """Return the request for the maximum of the order keys of these arrays."""
         signatures = [(np.dtype(f"u{d.itemsize}"), s) for d, s in self.signatures]
@@ -82,7 +78,9 @@ class Plan:
         channel: Channel | None,
         in_mapped_memory: Callable[[Algorithm], Algorithm] | None = None,
     ) -> None:
-        self.call, self.choice, self.channel = request.call, choice, channel
+        # The call names the algorithm, for timelines.
+        self.call = replace(request.call, how="" if choice is None else choice.how)
+        self.choice, self.channel = choice, channel
         self.signatures, self.results = request.signatures, request.results
         self.divisor = request.divisor
         self.function = np.add if request.op.adds else np.maximum
@@ -194,8 +192,7 @@ class OrderPlan(Plan):
     """
 
     def __init__(self, request: Request, inner: Plan) -> None:
-        made = replace(request, call=inner.call)
-        super().__init__(made, inner.choice, inner.channel)
+        super().__init__(request, inner.choice, inner.channel)
         self._op, self._inner = request.op, inner
 
     def steps(

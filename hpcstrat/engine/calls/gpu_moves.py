@@ -1,4 +1,4 @@
-"""Gathers and broadcasts of arrays on GPUs, see `hpcstrat.engine.calls.moves`."""
+"""Gathers and broadcasts of arrays on GPUs, see `hpcstrat.engine.calls.gathers`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcstrat.engine.arrays.kinds import array_module
-from hpcstrat.engine.calls.object_collectives import ObjectCollectives
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.typing import Array
 
@@ -19,14 +18,13 @@ __all__ = ["broadcast_on_gpus", "gathered_on_gpus"]
 
 
 def gathered_on_gpus(
-    collectives: ObjectCollectives, arrays: list[Array], axis: int, call: Call
+    collectives: Any, arrays: list[Array], axis: int, call: Call
 ) -> list[Array]:
     """Exchange the lengths of arrays on GPUs, then gather the arrays."""
     from hpcstrat.engine.gpu.transports import byte_movers
 
     module: Any = array_module(arrays[0])
-    channel: Any = collectives.channel
-    mover = _mover(collectives, call)
+    channel, mover = collectives.channel, _mover(collectives, call)
     # If these copies exhaust the memory of one rank, all ranks raise in the next
     # call, before the lengths are exchanged.
     with collectives.all_raise(call.text):
@@ -48,13 +46,12 @@ def gathered_on_gpus(
 
 
 def broadcast_on_gpus(
-    collectives: ObjectCollectives, arrays: list[Array], root: int, call: Call
+    collectives: Any, arrays: list[Array], root: int, call: Call
 ) -> list[Array]:
     """Broadcast arrays on GPUs."""
     from hpcstrat.engine.gpu.transports import byte_movers
 
-    channel: Any = collectives.channel
-    mover = _mover(collectives, call)
+    channel, mover = collectives.channel, _mover(collectives, call)
     with collectives.all_raise(call.text):
         results = [array.copy("C") for array in arrays]
     filled = [result for result in results if result.size]
@@ -63,12 +60,12 @@ def broadcast_on_gpus(
     return results
 
 
-def _mover(collectives: ObjectCollectives, call: Call) -> Mover:
+def _mover(collectives: Any, call: Call) -> Mover:
     """Return the mover that copies bytes between GPUs for a call."""
     from hpcstrat.engine.gpu.transports.device_group import device_group
     from hpcstrat.engine.gpu.transports.transport_select import mover
 
-    channel: Any = collectives.channel
-    group = device_group(channel, call.text, collectives.timeout_seconds)
+    seconds = collectives.timeout_seconds
+    group = device_group(collectives.channel, call.text, seconds)
     with collectives.all_raise(call.text):
         return mover(group)

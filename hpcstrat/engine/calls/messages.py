@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.engine.call_sites import call_site
-from hpcstrat.engine.calls.object_collectives import ObjectCollectives
+from hpcstrat.engine.calls.replica_collectives import Collectives
 from hpcstrat.engine.channel.call import Call, describe_call
 from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.channel.waitable import Exchange, Message, Waitable, WaitSteps
@@ -49,9 +49,7 @@ class Transfer:
     receives the message, and the buffers are kept until then.
     """
 
-    def __init__(
-        self, collectives: ObjectCollectives, call: Call, steps: WaitSteps
-    ) -> None:
+    def __init__(self, collectives: Collectives, call: Call, steps: WaitSteps) -> None:
         self.collectives = collectives
         self._call, self._steps = call, steps
         self._awaited: Waitable | None = next(steps, None)
@@ -116,7 +114,7 @@ class Messages:
     are started, headers with headers and data with data.
     """
 
-    def __init__(self, collectives: ObjectCollectives) -> None:
+    def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives
         channel: Any = collectives.channel
         comm: Any = None if channel is None else channel.topology.duplicate()

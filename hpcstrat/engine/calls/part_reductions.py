@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.algorithms.kernel_call import KernelCall, cached_piece_bytes
-from hpcstrat.engine.algorithms.parts import combine_terms, reduce_scatter
-from hpcstrat.engine.calls.moves import (
-    Moves,
-    describe_arrays,
-    flat_view,
-    repeat_nothing,
+from hpcstrat.engine.algorithms.kernel_call import (
+    KernelCall,
+    cached_piece_bytes,
+    repeater,
 )
+from hpcstrat.engine.algorithms.parts import combine_terms, reduce_scatter
+from hpcstrat.engine.calls.moves import Moves, describe_arrays, flat_view
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.native import load, type_codes
@@ -38,34 +37,34 @@ class PartReductions:
     Values are combined in replica order.
     """
 
-    def __init__(self, moves: Moves) -> None:
-        self.collectives, self._moves = moves.collectives, moves
-        self._size, self._rank = moves.size, moves.rank
+    def __init__(self, collectives: Any) -> None:
+        # The `Collectives` of the replicas.
+        self.collectives = collectives
+        self._moves: Moves = collectives.moves
+        self._size, self._rank = collectives.size, collectives.rank
         # The kernel's calls, by the description of the call and the arrays' shapes.
         self._scatters: dict[Hashable, KernelCall] = {}
         # The kinds of calls between workers with few values, whose arrays are checked.
         self._few: set[Hashable] = set()
-        kernel = getattr(self.collectives.channel, "kernel", None)
-        self._repeat = repeat_nothing if kernel is None else kernel.repeater()
+        self._repeat = repeater(collectives.channel)
 
     def close(self) -> None:
         """Forget the kernel's calls, which hold shared memory."""
         self._scatters.clear()
 
+    @collective
     def combine(self, function: np.ufunc, array: Array, what: str) -> None:
         """Combine the arrays of all replicas by a ufunc, in place, on every replica.
 
         The values are combined in replica order, as in the other reductions.
         """
-        self.collectives.call(what, self._combine, function, array, what)
-
-    def _combine(self, function: np.ufunc, array: Array, what: str) -> None:
         _check_function(function, array, what)
         parts = self._cut(array)
         own, call = parts[self._rank], describe_arrays(what, array)
         self._scatter(function, parts, own, call)
         self._moves.all_gather_into(own, parts, f"all_gather of {what}")
 
+    @collective
     def reduce_to(
         self,
         function: np.ufunc,
@@ -79,13 +78,6 @@ class PartReductions:
 
         Divides the result by a ``divisor`` other than 0, in floating point.
         """
-        self.collectives.call(
-            what, self._reduce_to, function, array, root, what, divisor
-        )
-
-    def _reduce_to(
-        self, function: np.ufunc, array: Array, root: int, what: str, divisor: int
-    ) -> None:
         _check_function(function, array, what)
         self._moves.check_root(root)
         if self._moves.alone():
@@ -141,7 +133,10 @@ class PartReductions:
         _check_function(function, result, what)
         self._moves.check_parts(parts, result, self._rank)
         flat, flats = flat_view(result), [flat_view(part) for part in parts]
-        call, seconds = describe_arrays(what, parts[0], flats), self._seconds
+        call, seconds = (
+            describe_arrays(what, parts[0], flats),
+            self.collectives.timeout_seconds,
+        )
         if self.collectives.channel is not None:
             self.collectives.channel.failures.refuse(call)
         kernel_call = self._kernel_scatter(function, parts, result, call, divisor)
@@ -182,10 +177,6 @@ class PartReductions:
         flats = [flat_view(term) for term in terms]
         combine_terms(flats, flat_view(result), function, divisor=divisor)
 
-    @property
-    def _seconds(self) -> float | None:
-        return self.collectives.timeout_seconds
-
     def _kernel_scatter(
         self,
         function: np.ufunc,
@@ -198,7 +189,7 @@ class PartReductions:
 
         Its sums have the same bits as those of `reduce_scatter`.
         """
-        channel: Any = self.collectives.channel
+        channel = self.collectives.channel
         if channel is None or channel.kernel is None or channel.wire is not None:
             return None
         codes = type_codes([result.dtype], "SUM") if function is np.add else None
@@ -229,11 +220,11 @@ class PartReductions:
         divisor: int = 0,
     ) -> None:
         if not self._moves.alone(parts[self._rank], result):
-            channel: Any = self.collectives.channel
+            channel = self.collectives.channel
             steps = reduce_scatter(
                 parts, result, function, call, channel, divisor=divisor
             )
-            channel.drive(steps, call, self._seconds)
+            channel.drive(steps, call, self.collectives.timeout_seconds)
 
 
 def _kind(

@@ -85,9 +85,9 @@ def plan_reduction(
         return Plan(request, None, channel)
     if group is not None:
         choice = ops.choose_on_gpu(nbytes, group, options)
-        return _ordered(request.made(choice.how), Plan, choice, channel)
+        return _ordered(request, Plan, choice, channel)
     choice = ops.choose(nbytes, channel.topology, options)
-    plan = _kind_of_plan(request.made(choice.how), choice, channel)
+    plan = _kind_of_plan(request, choice, channel)
     if areas is None or not choice.in_worker or channel.topology.num_workers > 1:
         return plan
     if not op.adds:
@@ -95,7 +95,7 @@ def plan_reduction(
     if len(arrays) > 1 or nbytes < LEAST_MAPPED_BYTES or wire != arrays[0].dtype:
         return plan
     mapped = functools.partial(_in_mapped_memory, areas)
-    return Plan(request.made(choice.how), plan.choice, channel, mapped)
+    return Plan(request, plan.choice, channel, mapped)
 
 
 def _details(
@@ -142,7 +142,8 @@ def _plan_without_kernel(request: Request, choice: Choice, channel: Channel) -> 
         pieces = cut(request.signatures, means, choice.piece_bytes)
         first, *more = itertools.islice(pieces, 2)
         if not more and fits_header(first, channel):
-            return _in_header(request.made(IN_HEADER), choice, channel, first)
+            choice = replace(choice, how=IN_HEADER)
+            return _in_header(request, choice, channel, first)
     return Plan(request, choice, channel)
 
 

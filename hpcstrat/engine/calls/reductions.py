@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from hpcstrat.engine.algorithms.kernel_call import repeater
 from hpcstrat.engine.algorithms.mapped_memory import MappedMemory
 from hpcstrat.engine.algorithms.plan import Plan
 from hpcstrat.engine.arrays.casting import without_fp_warnings
@@ -15,7 +16,6 @@ from hpcstrat.engine.arrays.kinds import array_module, is_device, to_reducible
 from hpcstrat.engine.arrays.overlaps import copied_where_overwritten
 from hpcstrat.engine.arrays.recycling import DeviceRecycler, Recycler
 from hpcstrat.engine.calls.cross_device_ops import CrossDeviceOps
-from hpcstrat.engine.calls.moves import Moves, repeat_nothing
 from hpcstrat.engine.calls.reduction_arrays import (
     all_plain,
     by_memory,
@@ -25,7 +25,6 @@ from hpcstrat.engine.calls.reduction_arrays import (
     require_sum_of_rows,
 )
 from hpcstrat.engine.calls.reduction_plan import marked, plan_reduction
-from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.channel.pending_calls import PendingCall
 from hpcstrat.engine.options import CommunicationOptions, ReduceOp
@@ -53,15 +52,14 @@ class Reductions:
     """
 
     def __init__(
-        self, moves: Moves, ops: CrossDeviceOps, options: CommunicationOptions
+        self, collectives: Any, ops: CrossDeviceOps, options: CommunicationOptions
     ) -> None:
-        self.collectives = moves.collectives
-        self._moves = moves
+        # The `Collectives` of the replicas.
+        self.collectives = collectives
         self._ops = ops
         self._options = options
-        kernel = getattr(self.collectives.channel, "kernel", None)
         # Repeats an earlier call in the compiled kernel, or returns None.
-        self.repeat = repeat_nothing if kernel is None else kernel.repeater()
+        self.repeat = repeater(collectives.channel)
         self._plans: dict[Any, Plan] = {}
         # The areas of the worker's ranks, None if they have none.
         self._areas: MappedMemory | None = None
@@ -143,7 +141,7 @@ class Reductions:
         Not collective; the same on every rank. False for a single worker, because its
         ranks copy the data themselves.
         """
-        channel: Any = self.collectives.channel
+        channel = self.collectives.channel
         if channel is None or channel.topology.num_workers == 1:
             return False
         return self._ops.choose(_LARGE_BYTES, channel.topology, self._options).starts
@@ -304,7 +302,7 @@ class Reductions:
     def _group(self, what: str, options: CommunicationOptions) -> DeviceGroup | None:
         from hpcstrat.engine.gpu.transports.device_group import device_group
 
-        channel: Any = self.collectives.channel
+        channel = self.collectives.channel
         seconds = options.timeout_seconds
         return None if channel is None else device_group(channel, what, seconds)
 
@@ -323,14 +321,15 @@ class Reductions:
         # Limit the memory of the plans in programs that always use new shapes.
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
-        channel = cast("Channel | None", self.collectives.channel)
+        channel = self.collectives.channel
         how: Any = {"recycler": self._recycler, "areas": self._areas, "group": group}
         return plan_reduction(request, arrays, options, channel, self._ops, **how)
 
     @without_fp_warnings
     def _reduce_rows(self, op: ReduceOp, rows: IndexedSlices, what: str) -> Any:
         label = f"{what}({op.name}) of rows of {rows.dense_shape}"
-        values, indices = self._moves.all_gather([rows.values, rows.indices], 0, label)
+        gather = self.collectives.all_gather
+        values, indices = gather([rows.values, rows.indices], 0, label)
         if op is ReduceOp.MEAN:
             values = values / self.collectives.size
         return IndexedSlices(values, indices, rows.dense_shape)

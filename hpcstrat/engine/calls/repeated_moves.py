@@ -16,9 +16,9 @@ from typing import Any, cast
 import numpy as np
 
 from hpcstrat.engine.algorithms.blocks import MoveBlocks
+from hpcstrat.engine.algorithms.kernel_call import repeater
 from hpcstrat.engine.algorithms.move_plan import MovePlan
 from hpcstrat.engine.arrays.recycling import Recycler
-from hpcstrat.engine.calls.object_collectives import ObjectCollectives
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.waitable import LengthsDifferError
 from hpcstrat.engine.typing import Array
@@ -46,9 +46,10 @@ class Move:
     # Returns the blocks for the lengths of all ranks, and the shapes and dtypes of new
     # results.
     plan: Callable[[Any], tuple[MoveBlocks, Any]]
-    # The kernel's function that repeats the call, the names of the call and of the
-    # operation, and the value that the program has passed.
-    kept: tuple[Any, str, Any, Any]
+    # The arguments by which the kernel finds the call when it repeats it: the names of
+    # the call and of the operation, and the value that the program has passed. None if
+    # the kernel is not to repeat it.
+    given: tuple[str, Any, Any] | None
     # Returns the lengths of all ranks, by an InterruptibleComm, or the error that all
     # ranks raise because the lengths do not fit each other. None if the header compares
     # the lengths, which ``plan`` then does not need.
@@ -96,29 +97,61 @@ class _Kind:
 
 
 class RepeatedMoves:
-    """Makes calls that move arrays, by plans that are kept for later calls."""
+    """Makes calls that move arrays, by plans that are kept for later calls.
 
-    def __init__(self, collectives: ObjectCollectives) -> None:
+    ``repeat`` is the kernel's function that makes an earlier call again, or returns
+    None; it raises LengthsDifferError if lengths have changed.
+    """
+
+    def __init__(self, collectives: Any) -> None:
+        # The `Collectives` of the replicas.
         self._collectives = collectives
         self._kinds: dict[Hashable, _Kind] = {}
         self._recycler = Recycler()
+        self.repeat = repeater(collectives.channel)
 
     def close(self) -> None:
         """Forget the plans, which hold shared memory."""
         self._kinds.clear()
 
-    def repeat(
-        self, repeat: Any, what: str, name: Any, value: Any, out: Any, *nested: bool
-    ) -> Any:
-        """Repeat a call in the kernel; return None if Python code must make it."""
+    def repeat_inside(self, what: str, name: Any, value: Any, out: Any) -> Any:
+        """Repeat a call in the kernel, inside of an entry; return None if it cannot."""
         try:
-            return repeat(what, name, value, out, *nested)
+            return self.repeat(what, name, value, out, True)
         except LengthsDifferError as error:
             return self.change(error)
 
     def change(self, error: LengthsDifferError) -> None:
         """Note that the ranks have expected different lengths in a call."""
-        self._kinds.setdefault(_mark(error.call), _Kind()).change()
+        self._kind(error.call).change()
+
+    def _kind(self, call: Call) -> _Kind:
+        """Return what this rank knows of a call's kind, whatever the lengths."""
+        if len(self._kinds) >= _MOST_KINDS:
+            self._kinds.clear()
+        mark = call.text, call.digest ^ call.lengths
+        return self._kinds.setdefault(mark, _Kind())
+
+    def make_known(
+        self,
+        call: Call,
+        arrays: Sequence[Array],
+        outs: Sequence[Array] | None,
+        planned: tuple[MoveBlocks, Any],
+        given: tuple[str, Any, Any] | None = None,
+    ) -> Sequence[Array]:
+        """Make a call whose header has all sizes, which are the same on all ranks.
+
+        ``planned`` has its blocks, and the shapes and dtypes of new results. See `make`
+        and `Move`.
+        """
+
+        def plan(_: Any) -> tuple[MoveBlocks, Any]:
+            return planned
+
+        shapes = [(a.shape, a.dtype) for a in (*arrays, *(outs or ()))]
+        own = outs is None, len(arrays), *shapes
+        return self.make(Move(call, arrays, outs, own, plan, given))
 
     def make(self, move: Move) -> Sequence[Array]:
         """Make a call by a plan, which is made at the first call of its kind.
@@ -127,20 +160,17 @@ class RepeatedMoves:
         `hpcstrat.engine.channel.entries`.
         """
         channel: Any = self._collectives.channel
-        timeout_seconds = self._collectives.timeout_seconds
         channel.failures.refuse(move.call)
-        if len(self._kinds) >= _MOST_KINDS:
-            self._kinds.clear()
-        kind = self._kinds.setdefault(_mark(move.call), _Kind())
+        kind = self._kind(move.call)
         while True:
             plan = kind.plan(move.own)
             expected = move.equal if kind.is_new else None
             try:
                 if plan is not None:
-                    return plan.run(move.arrays, move.outs, timeout_seconds)
+                    return plan.run(move.arrays, move.outs, self._seconds)
                 if move.exchange is None or expected is not None:
                     return self._first(kind, move, expected, True)
-                channel.agree(move.call, timeout_seconds)
+                channel.agree(move.call, self._seconds)
                 break
             except LengthsDifferError:
                 kind.change()
@@ -154,26 +184,34 @@ class RepeatedMoves:
         given = move.call.text, self._first, kind, move, lengths, kind.learn()
         return cast("Sequence[Array]", self._collectives.call(*given))
 
+    def plan(self, move: Move) -> MovePlan:
+        """Return the plan of a call whose header compares all lengths."""
+        kind = self._kind(move.call)
+        return kind.plan(move.own) or self._planned(kind, move, None, True)
+
     def _first(
         self, kind: _Kind, move: Move, lengths: Any, keeps: bool
     ) -> Sequence[Array]:
-        """Make a plan for the lengths of all ranks, keep it, and run it."""
+        """Make a plan for the lengths of all ranks, and run it."""
+        plan, seconds = self._planned(kind, move, lengths, keeps), self._seconds
+        return plan.run(move.arrays, move.outs, seconds)
+
+    @property
+    def _seconds(self) -> Any:
+        return self._collectives.timeout_seconds
+
+    def _planned(self, kind: _Kind, move: Move, lengths: Any, keeps: bool) -> MovePlan:
+        """Make a plan for the lengths of all ranks; keep it, if ``keeps`` is true."""
         blocks, results = move.plan(lengths)
         if move.outs is not None:
             results = [(out.shape, out.dtype) for out in move.outs]
         sources = [(array.shape, array.dtype) for array in move.arrays]
         call = move.call if lengths is None else move.call.with_lengths(lengths)
-        channel: Any = self._collectives.channel
-        allocate, seconds = self._recycler.arrays, self._collectives.timeout_seconds
+        channel, allocate = self._collectives.channel, self._recycler.arrays
         plan = MovePlan(call, blocks, (sources, results), channel, allocate)
-        repeat, what, name, value = move.kept
         if keeps:
             kind.keep(move.own, plan)
-            if type(value) in (list, np.ndarray):
-                plan.keep(repeat, what, name, type(value) is list, seconds)
-        return plan.run(move.arrays, move.outs, seconds)
-
-
-def _mark(call: Call) -> Hashable:
-    """Return what is equal in calls of one kind, whatever the lengths of the arrays."""
-    return call.text, call.digest ^ call.lengths
+            if move.given is not None and type(move.given[-1]) in (list, np.ndarray):
+                what, name, value = move.given
+                plan.keep(self.repeat, what, name, type(value) is list, self._seconds)
+        return plan

@@ -168,6 +168,7 @@ def explain(announcements: Sequence[Announcement]) -> CollectiveError:
         return CollectiveError(
             f"expected all ranks in one call, found that {calls}{steps}; make the same "
             "calls with the same shapes and dtypes, in the same order, on every rank"
+            + advice_on_lengths(a.text for a in announcements)
         )
     # Counts of backward() differ if a rank has skipped a step of its training.
     skipped = len({a.steps[2] for a in announcements}) > 1
@@ -185,6 +186,12 @@ def explain(announcements: Sequence[Announcement]) -> CollectiveError:
         "expected all ranks at the same point of the program, found that "
         f"{calls}{steps}{why}"
     )
+
+
+def advice_on_lengths(calls: Iterable[str]) -> str:
+    """Return advice on calls that differ, if all of them are started gathers."""
+    started = all(text.startswith("start_all_gather") for text in calls)
+    return " (all_gather accepts different lengths)" if started else ""
 
 
 class Failure:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,11 @@ class InterruptibleComm:
                 os.sched_yield()
         self._topology.moves += 1
 
+    def finish(self, messages: Iterable[Exchange]) -> None:
+        """Wait for MPI calls, each of which is made after the one before has ended."""
+        for message in messages:
+            self._finish(message, message.nbytes)
+
     def Barrier(self) -> None:  # noqa: N802
         """Wait for all ranks."""
         self._finish(Message(self._comm.Ibarrier), 0)
@@ -107,12 +112,19 @@ class InterruptibleComm:
         self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int
     ) -> None:
         """Exchange flat arrays of any dtype, and wait for the data; not collective."""
+        self.finish([self.exchanging(sent, received, tag)])
+
+    def exchanging(
+        self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int
+    ) -> Exchange:
+        """Start to exchange flat arrays of any dtype; not collective."""
         out, into = (
             {rank: array.view(np.uint8) for rank, array in arrays.items()}
             for arrays in (sent, received)
         )
-        nbytes = sum(array.nbytes for array in (*out.values(), *into.values()))
-        self._finish(self._start(out, into, tag, _MOST_MESSAGE_BYTES), nbytes)
+        exchange = self._start(out, into, tag, _MOST_MESSAGE_BYTES)
+        exchange.nbytes = sum(a.nbytes for a in (*out.values(), *into.values()))
+        return exchange
 
     def _start(
         self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int, most: int
@@ -153,18 +165,30 @@ class InterruptibleComm:
         self._finish(Message(self._comm.Iallgather, sent, found), 0)
         return found
 
-    def gather_in_place(self, whole: Any, sizes: Sequence[int]) -> None:
+    def gathering(self, whole: Any, sizes: Sequence[int]) -> Iterator[Message]:
         """Send this rank's part of a uint8 array to all ranks, and receive their parts.
 
         Part ``r`` has ``sizes[r]`` bytes, and the parts are adjacent in rank order.
+        Yields the MPI calls, to wait for one after the other.
         """
-        if whole.nbytes < _MOST_GATHERED_BYTES:
-            self.Allgatherv(self.mpi.IN_PLACE, [whole, sizes, self.mpi.BYTE])
+        if 0 < whole.nbytes < _MOST_GATHERED_BYTES:
+            given = self.mpi.IN_PLACE, [whole, sizes, self.mpi.BYTE]
+            yield Message(self._comm.Iallgatherv, *given, nbytes=whole.nbytes)
             return
         start = 0
         for root, nbytes in enumerate(sizes):
-            self.cast_array(whole[start : start + nbytes], root)
+            yield from self.casting(whole[start : start + nbytes], root)
             start += nbytes
+
+    def casting(self, flat: Any, root: int) -> Iterator[Message]:
+        """Copy the root's flat array into ``flat`` of all ranks.
+
+        Yields the MPI calls, to wait for one after the other.
+        """
+        data = flat.view(np.uint8)
+        for start in range(0, data.size, _MOST_GATHERED_BYTES):
+            piece = data[start : start + _MOST_GATHERED_BYTES]
+            yield Message(self._comm.Ibcast, piece, root, nbytes=piece.nbytes)
 
     def gathered(self, data: bytes) -> list[memoryview]:
         """Return the bytes of all ranks, in rank order."""
@@ -200,9 +224,7 @@ class InterruptibleComm:
 
     def cast_array(self, flat: Any, root: int) -> None:
         """Copy the root's flat array into ``flat`` of all ranks."""
-        data = flat.view(np.uint8)
-        for start in range(0, data.size, _MOST_GATHERED_BYTES):
-            self.Bcast(data[start : start + _MOST_GATHERED_BYTES], root)
+        self.finish(self.casting(flat, root))
 
     def exchange_objects(
         self, sent: Mapping[int, Any], sources: Iterable[int]

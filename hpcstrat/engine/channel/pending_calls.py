@@ -1,4 +1,4 @@
-"""Pending calls: reductions that are started now and awaited later."""
+"""Pending calls: reductions and gathers that are started now and awaited later."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _SHARED_PAUSE_SECONDS = 1e-3
 
 
 class PendingCall:
-    """A started reduction, which continues while the program computes.
+    """A started reduction or gather, which continues while the program computes.
 
-    Several reductions may be under way, and end in the order of their starts. Every
+    Several calls may be under way, and end in the order of their starts. Every further
     call of the strategy advances them; a blocking call first waits for their end.
 
     Parameters
@@ -87,7 +87,7 @@ class PendingCall:
             raise
 
     def test(self) -> bool:
-        """Advance the reduction without waiting, and return whether it has ended.
+        """Advance the call without waiting, and return whether it has ended.
 
         Logically collective over the strategy's replicas, but each rank may call it at
         any time and any number of times.
@@ -95,7 +95,7 @@ class PendingCall:
         Returns
         -------
         bool
-            Whether the reduction has ended, so that `wait` does not block.
+            Whether the call has ended, so that `wait` does not block.
         """
         if not self._done:
             refuse_inner("test() of a started call")
@@ -110,7 +110,7 @@ class PendingCall:
         Returns
         -------
         tree
-            The result of the reduction, as the blocking call would have returned it.
+            The result, as the blocking call would have returned it.
 
         Raises
         ------
@@ -131,7 +131,7 @@ class PendingCall:
         return self._result
 
     def advance(self, waits: bool) -> bool:
-        """Advance the reduction, or wait for its end; return whether it has ended.
+        """Advance the call, or wait for its end; return whether it has ended.
 
         Collective over the strategy's replicas. For the library's own modules.
         """

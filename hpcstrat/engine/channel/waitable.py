@@ -111,6 +111,8 @@ class Exchange(Waitable):
 
     # A default for `__del__`, in case an interrupt ends the constructor.
     requests: Any = ()
+    # The number of bytes that the calls move, if that is known.
+    nbytes = 0
 
     def __init__(self, *arrays: Any) -> None:
         # Append each request right after its MPI call, in case the next call fails.
@@ -130,8 +132,11 @@ class Exchange(Waitable):
 
 
 class Message(Exchange):
-    """One nonblocking MPI call, which the constructor makes."""
+    """One nonblocking MPI call, which the constructor makes; it moves ``nbytes``."""
 
-    def __init__(self, call: Callable[..., Any], *arguments: Any) -> None:
+    def __init__(
+        self, call: Callable[..., Any], *arguments: Any, nbytes: int = 0
+    ) -> None:
         super().__init__(*arguments)
+        self.nbytes = nbytes
         self.requests.append(call(*arguments))

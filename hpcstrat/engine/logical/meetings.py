@@ -11,6 +11,7 @@ import numpy as np
 
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import array_module, as_array
+from hpcstrat.engine.calls.gathers import started_gather
 from hpcstrat.engine.calls.replica_collectives import Collectives
 from hpcstrat.engine.context import ContextEntry, current, pop, push
 from hpcstrat.engine.logical.replica_sums import ReplicaSums
@@ -46,17 +47,17 @@ class Listener(Protocol):
 
 
 class EndedReduction:
-    """A finished reduction that has the methods of `PendingCall`."""
+    """A finished call that has the methods of `PendingCall`."""
 
     def __init__(self, result: Tree) -> None:
         self._result = result
 
     def test(self) -> bool:
-        """Return True: the reduction has ended."""
+        """Return True: the call has ended."""
         return True
 
     def wait(self) -> Tree:
-        """Return the result of the reduction."""
+        """Return the result of the call."""
         return self._result
 
 
@@ -269,6 +270,18 @@ class Meetings:
     def all_gather(self, tree: Tree, axis: int, what: str) -> Tree:
         """Concatenate the arrays of all replicas along an axis."""
         return self.meet(*self.gathering(axis, what), tree)
+
+    def start_all_gather(self, tree: Tree, axis: int, what: str) -> EndedReduction:
+        """Gather before returning: replicas run in turns, so nothing can overlap."""
+        call, _, _ = started_gather(tree, axis, what)
+
+        def make(trees: list[Tree]) -> Tree:
+            # The header compares the shapes of all ranks' replicas.
+            self._ranks.barrier(call.text)
+            whole = joined(trees, axis, what, self.block)
+            return self._ranks.all_gather(whole, axis, what)
+
+        return EndedReduction(self.meet(*self._all_get(call.text, make), tree))
 
     def gathering(self, axis: int, what: str) -> tuple[str, Act]:
         """Return the name and `Act` of a call that concatenates arrays."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any
 
+from hpcstrat.engine.channel.disagreement import advice_on_lengths
 from hpcstrat.errors import CollectiveError, ReplicaError
 
 __all__ = ["Turns"]
@@ -236,6 +237,7 @@ class Turns:
         return CollectiveError(
             "expected all replicas to make the same calls inside run, found "
             f"{'; '.join(doing)}; make each call on all replicas, in one order"
+            + advice_on_lengths(seat.what or "" for seat in seats)
         )
 
     def close(self) -> None:

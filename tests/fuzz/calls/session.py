@@ -157,7 +157,7 @@ class Session:
     def _end(self, domain: Domain, step: int) -> None:
         pending, domain.pending = domain.pending, []
         for wait in pending:
-            self._attempt(domain, "a started sum", (step, -1, 0), wait)
+            self._attempt(domain, "a started call", (step, -1, 0), wait)
 
     def _attempt(
         self,

@@ -226,6 +226,10 @@ def _started_right(self: Case, step: int) -> Any:
     return [np.full(4, self.total(step)), np.full(2, self.total(step))]
 
 
+def every_own(self: Case, step: int) -> Any:
+    return [self.own(step, rank) for rank in range(self.size)]
+
+
 def _gathered(self: Case, step: int) -> Any:
     return np.concatenate([np.full(r + 1, self.own(step, r)) for r in range(self.size)])
 
@@ -485,6 +489,14 @@ CALLS: dict[str, type[Case]] = {
         full(5),
     ),
     "start_all_reduce": replica("started", _started, _started_right),
+    "start_all_gather": replica(
+        "started_gather",
+        lambda self, context, step: [
+            context.start_all_gather(np.full(n, self.own(step)), 0).wait()[:: n // 2]
+            for n in (4, 300_000)
+        ],
+        lambda self, step: [np.repeat(every_own(self, step), 2)] * 2,
+    ),
     "all_gather": replica(
         "gather",
         lambda self, context, step: context.all_gather(_parts(self, step), 0),

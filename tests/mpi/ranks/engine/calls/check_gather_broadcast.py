@@ -239,7 +239,7 @@ def test_gather_for_which_one_rank_has_no_memory(
 
     with monkeypatch.context() as patch:
         if job.rank == faulty:
-            patch.setattr(MovePlan, "_new", no_memory)
+            patch.setattr(MovePlan, "new_results", no_memory)
         rows = np.ones((2000 + more * job.rank, 3))
         error = outcome(strategy.gather, rows, 0)
     assert_only_one_failed(error, MemoryError, faulty, job)

@@ -9,8 +9,14 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
+from hpcstrat.engine.algorithms import move_plan
 from hpcstrat.engine.calls.moves import Moves
-from tests.mpi.ranks.outcomes import assert_told, assert_usable, outcome
+from tests.mpi.ranks.outcomes import (
+    assert_only_one_failed,
+    assert_told,
+    assert_usable,
+    outcome,
+)
 
 pytestmark = pytest.mark.algorithm
 
@@ -217,3 +223,64 @@ def test_arrays_that_do_not_fit_on_one_replica_fail_on_all(
     )
     assert isinstance(error, ValueError)
     assert_usable(strategy, job)
+
+
+class NoRoom:
+    """NumPy, without memory for new arrays."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    def empty(self, *_: Any) -> Any:
+        raise MemoryError("no room for the messages")
+
+
+@pytest.mark.parametrize(
+    "name", ["all_gather", "broadcast", "gather", "scatter", "all_to_all", "exchange"]
+)
+def test_a_rank_without_memory_for_messages_between_workers_fails_before_them(
+    moves: Moves, job: Any, monkeypatch: Any, name: str
+) -> None:
+    topology = None if job.size == 1 else moves.collectives.channel.topology
+    if topology is None or topology.num_workers == 1:
+        return
+    root, size, rank = 0, job.size, job.rank
+    after, before = (rank + 1) % size, (rank - 1) % size
+    every = [np.full(100_000, float(number)) for number in range(size)]
+    own, into = every[rank], [np.empty(100_000) for _ in range(size)]
+    # Each call, and the ranks whose values arrive in the first arrays of ``into``.
+    calls: dict[str, tuple[Any, Any]] = {
+        "all_gather": (lambda: moves.all_gather_into(own, into, name), range(size)),
+        "gather": (lambda: moves.gather_into(own, into, root, name), range(size)),
+        "scatter": (lambda: moves.scatter_into(every, into[0], root, name), [rank]),
+        "all_to_all": (
+            lambda: moves.all_to_all([own] * size, into, name),
+            range(size),
+        ),
+        "exchange": (
+            lambda: moves.exchange({after: own}, {before: into[0]}, name),
+            [before],
+        ),
+        "broadcast": (
+            lambda: moves.broadcast_into(every[0] if not rank else into[0], root, name),
+            [root],
+        ),
+    }
+    (call, values), receives = calls[name], name != "gather" or rank == root
+    # The root receives in a gather, and the other ranks in all other calls.
+    faulty = root if name == "gather" else size - 1
+
+    def check() -> None:
+        call()
+        if receives and (rank != root or name != "broadcast"):
+            for array, value in zip(into, values, strict=False):
+                np.testing.assert_array_equal(array, value)
+
+    for _ in range(2):
+        check()
+        with monkeypatch.context() as patch:
+            if rank == faulty:
+                patch.setattr(move_plan, "np", NoRoom())
+            error = outcome(call)
+        assert_only_one_failed(error, MemoryError, faulty, job)
+    check()

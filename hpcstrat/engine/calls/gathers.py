@@ -1,0 +1,276 @@
+"""Calls that return new arrays: gathers and broadcasts, also of bytes.
+
+`hpcstrat.engine.calls.moves` has the calls that fill arrays of the caller. Both are
+made by plans, see `hpcstrat.engine.calls.repeated_moves`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.engine.algorithms.blocks import (
+    MoveBlocks,
+    broadcast_blocks,
+    gathered_blocks,
+)
+from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
+from hpcstrat.engine.arrays.kinds import as_array, is_device
+from hpcstrat.engine.calls.gpu_moves import broadcast_on_gpus, gathered_on_gpus
+from hpcstrat.engine.calls.reduction_arrays import by_memory, list_structure
+from hpcstrat.engine.calls.repeated_moves import Move, RepeatedMoves
+from hpcstrat.engine.channel.call import Call, describe_call, signature_text
+from hpcstrat.engine.channel.entries import collective
+from hpcstrat.engine.channel.pending_calls import PendingCall
+from hpcstrat.engine.channel.waitable import LengthsDifferError
+from hpcstrat.engine.tree import flatten, unflatten
+from hpcstrat.engine.typing import Array, Tree
+
+__all__ = ["Gathers", "started_gather"]
+
+# Objects are sent in a first message of this size, which begins with their size.
+_FIRST_BYTES, _SIZE_BYTES = 512, 8
+
+
+class Gathers:
+    """Calls that return new arrays with the values of other replicas.
+
+    All calls are collective over ``topology.replica_comm``. ``what`` names the call in
+    errors. Raises CollectiveError on every replica if the replicas disagree on the
+    call, its root, or on shapes and dtypes, unless a method allows these to differ.
+    Arrays may have any fixed-size dtype.
+    """
+
+    def __init__(self, collectives: Any) -> None:
+        # The `Collectives` of the replicas.
+        self.collectives = collectives
+        self._gathers = RepeatedMoves(collectives)
+        self._broadcasts = RepeatedMoves(collectives)
+        self._repeat_gather = self._gathers.repeat
+
+    def close(self) -> None:
+        """Forget the plans, which hold shared memory."""
+        self._gathers.close()
+        self._broadcasts.close()
+
+    def all_gather(self, tree: Tree, axis: int, what: str) -> Tree:
+        """Concatenate the replicas' arrays along an axis, on every replica.
+
+        Lengths along ``axis`` may differ between replicas. Results are new arrays,
+        concatenated in replica order. Raises ValueError for scalars or an axis out of
+        range, and NotImplementedError for IndexedSlices; the other replicas raise
+        ReplicaError. Raises CollectiveError on every replica if the replicas disagree
+        on dtype, number of dimensions, or a dimension other than ``axis``.
+        """
+        found = self.repeat_gather(what, axis, tree)
+        return self._all_gather(tree, axis, what) if found is None else found
+
+    def repeat_gather(self, what: str, axis: int, tree: Tree) -> Any:
+        """Make an earlier `all_gather` again in the kernel; else return None."""
+        try:
+            return self._repeat_gather(what, axis, tree, None)
+        except LengthsDifferError as error:
+            return self._gathers.change(error)
+
+    @collective
+    def _all_gather(self, tree: Tree, axis: int, what: str) -> Tree:
+        found = self._gathers.repeat_inside(what, axis, tree, None)
+        if found is not None:
+            return found
+        leaves, structure = flatten(tree)
+        arrays = [_gatherable(leaf, axis) for leaf in leaves]
+        if self.collectives.channel is None:
+            return unflatten(structure, [array.copy() for array in arrays])
+        # Make the call for arrays in host memory first, then the call for arrays on
+        # GPUs, because all replicas must make them in the same order.
+        for indices in by_memory(arrays):
+            some = [arrays[i] for i in indices]
+            call = _gather_call(what, axis, some, structure)
+            if some and is_device(some[0]):
+                calls = self.collectives
+                results: Sequence[Array] = gathered_on_gpus(calls, some, axis, call)
+            else:
+                move = self._gather(some, axis, call, (what, axis, tree))
+                results = self._gathers.make(move)
+            for index, result in zip(indices, results, strict=True):
+                leaves[index] = result
+        return unflatten(structure, leaves)
+
+    def _gather(
+        self,
+        arrays: list[Array],
+        axis: int,
+        call: Call,
+        given: tuple[str, Any, Any] | None,
+    ) -> Move:
+        """Return the gather of arrays in host memory.
+
+        ``given`` is None for a started call, whose header compares all lengths.
+        """
+        shapes = [(*a.shape[:axis], *a.shape[axis + 1 :]) for a in arrays]
+        inner = [math.prod(a.shape[axis + 1 :]) * a.itemsize for a in arrays]
+        outer = [math.prod(a.shape[:axis]) for a in arrays]
+        own = tuple(a.shape[axis] for a in arrays)
+        rank, all_equal = self.collectives.rank, (own,) * self.collectives.size
+
+        def exchange(comm: Any) -> Any:
+            return tuple(map(tuple, comm.lengths(own).tolist()))
+
+        def plan(lengths: Any) -> tuple[MoveBlocks, list[Any]]:
+            lengths = lengths or all_equal
+            whole = [sum(column) for column in zip(*lengths, strict=True)]
+            results = [
+                ((*s[:axis], length, *s[axis:]), a.dtype)
+                for s, a, length in zip(shapes, arrays, whole, strict=True)
+            ]
+            return gathered_blocks(lengths, inner, outer, rank), results
+
+        more = () if given is None else (exchange, all_equal)
+        return Move(call, arrays, None, own, plan, given, *more)
+
+    def start_all_gather(self, tree: Tree, axis: int, what: str) -> PendingCall:
+        """Start the gather of arrays whose shapes are equal on all replicas.
+
+        Collective over ``topology.replica_comm``, but does not wait. `PendingCall.wait`
+        returns the result of `all_gather`. Until then, the arrays must not be written.
+        Call this only from an entry. Raises ValueError for arrays on GPUs. If shapes
+        differ, ``wait`` raises CollectiveError on every replica.
+        """
+        calls = self.collectives
+        call, arrays, structure = started_gather(tree, axis, what)
+        if calls.channel is None:
+            copies = unflatten(structure, [array.copy() for array in arrays])
+            return PendingCall(None, call, iter(()), copies)
+        plan = self._gathers.plan(self._gather(arrays, axis, call, None))
+        results = plan.new_results()
+        steps, whole = plan.steps(arrays, results), unflatten(structure, results)
+        return PendingCall(
+            calls.channel, plan.call, steps, whole, calls.timeout_seconds
+        )
+
+    def broadcast(self, tree: Tree, root: int, what: str) -> Tree:
+        """Return the root's arrays on every replica, as new arrays.
+
+        Raises CollectiveError on every replica if the replicas disagree on root,
+        structure, shape or dtype.
+        """
+        found = self._broadcasts.repeat(what, root, tree, None)
+        return self._broadcast(tree, root, what) if found is None else found
+
+    @collective
+    def _broadcast(self, tree: Tree, root: int, what: str) -> Tree:
+        found = self._broadcasts.repeat_inside(what, root, tree, None)
+        if found is not None:
+            return found
+        leaves, structure = flatten(tree)
+        arrays = [as_array(leaf) for leaf in leaves]
+        calls = self.collectives
+        if calls.channel is None:
+            return unflatten(structure, [array.copy() for array in arrays])
+        for indices in by_memory(arrays):
+            some = [arrays[i] for i in indices]
+            kind = structure if len(some) == len(arrays) else list_structure(len(some))
+            text, nbytes = signature_text(kind, some), sum(a.nbytes for a in some)
+            call = describe_call(f"{what}(root={root})", text, nbytes)
+            if some and is_device(some[0]):
+                results: Sequence[Array] = broadcast_on_gpus(calls, some, root, call)
+            else:
+                sizes = [array.nbytes for array in some]
+                blocks = broadcast_blocks(sizes, root, calls.rank, calls.size)
+                kinds = [(array.shape, array.dtype) for array in some]
+                given = what, root, tree
+                results = self._broadcasts.make_known(
+                    call, some, None, (blocks, kinds), given
+                )
+            for index, result in zip(indices, results, strict=True):
+                leaves[index] = result
+        return unflatten(structure, leaves)
+
+    def gathered_bytes(
+        self, data: bytes, call: Call, root: int | None = None
+    ) -> list[Array]:
+        """Return the bytes of all replicas, or of the root, on every replica.
+
+        The first message has a fixed length, and contains the number of bytes. If there
+        are more bytes, a second message follows. Call this only from an entry.
+        """
+        rank = self.collectives.rank
+        senders = [root] if root is not None else list(range(self.collectives.size))
+        own = np.frombuffer(data if rank in senders else b"", np.uint8)
+        first = np.zeros(_FIRST_BYTES if rank in senders else 0, np.uint8)
+        if first.size:
+            first[:_SIZE_BYTES].view(np.int64)[0] = own.size
+            few = own[: _FIRST_BYTES - _SIZE_BYTES]
+            first[_SIZE_BYTES : _SIZE_BYTES + few.size] = few
+        sizes = [_FIRST_BYTES] * len(senders)
+        firsts = self._bytes_of_sizes(first, senders, sizes, call)
+        sizes = [int(array[:_SIZE_BYTES].view(np.int64)[0]) for array in firsts]
+        if max(sizes) <= _FIRST_BYTES - _SIZE_BYTES:
+            return [
+                array[_SIZE_BYTES:][:n] for array, n in zip(firsts, sizes, strict=True)
+            ]
+        rest = describe_call(f"data of {call.text}", f"{sizes} bytes", own.size)
+        found: list[Array] = self.collectives.call(
+            call.text, self._bytes_of_sizes, own, senders, sizes, rest
+        )
+        return found
+
+    def _bytes_of_sizes(
+        self, own: Array, senders: list[int], sizes: list[int], call: Call
+    ) -> list[Array]:
+        """Return the bytes of some replicas, whose sizes all replicas know."""
+        lengths = [(0,)] * self.collectives.size
+        for rank, nbytes in zip(senders, sizes, strict=True):
+            lengths[rank] = (nbytes,)
+        blocks = gathered_blocks(lengths, (1,), (1,), self.collectives.rank)
+        planned = blocks, [((sum(sizes),), np.dtype(np.uint8))]
+        [whole] = self._gathers.make_known(call, [own], None, planned)
+        return np.split(whole, np.cumsum(sizes)[:-1])
+
+
+def _gather_call(what: str, axis: int, arrays: list[Array], structure: Any) -> Call:
+    shapes = [(*a.shape[:axis], "any", *a.shape[axis + 1 :]) for a in arrays]
+    text = ", ".join(
+        f"{a.dtype}[{', '.join(map(str, s))}]{' on a GPU' if is_device(a) else ''}"
+        for a, s in zip(arrays, shapes, strict=True)
+    )
+    details = f"{text} in {structure}" if len(arrays) != 1 else text
+    return describe_call(f"{what}(axis={axis})", details, sum(a.nbytes for a in arrays))
+
+
+def started_gather(tree: Tree, axis: int, what: str) -> tuple[Call, list[Array], Any]:
+    """Return the description of a started gather, its arrays, and their structure.
+
+    The description contains all shapes, which must be equal on all replicas. Raises
+    ValueError for arrays on GPUs.
+    """
+    leaves, structure = flatten(tree)
+    arrays = [_gatherable(leaf, axis) for leaf in leaves]
+    if any(is_device(array) for array in arrays):
+        raise ValueError(
+            f"expected arrays in host memory in {what}, found one on a GPU; use "
+            "all_gather"
+        )
+    text, nbytes = signature_text(structure, arrays), sum(a.nbytes for a in arrays)
+    return describe_call(f"{what}(axis={axis})", text, nbytes), arrays, structure
+
+
+def _gatherable(leaf: Any, axis: Any) -> Array:
+    if isinstance(leaf, IndexedSlices):
+        raise NotImplementedError(
+            "expected an array to gather, found IndexedSlices; gather its values and "
+            "indices, or all_reduce it"
+        )
+    array = as_array(leaf)
+    if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
+        raise TypeError(f"expected an integer as axis, found {axis!r}; change it")
+    if not 0 <= axis < array.ndim:
+        raise ValueError(
+            f"expected 0 <= axis < {array.ndim}, the dimensions of the array to "
+            f"gather, found axis {axis}; "
+            + ("give scalars a dimension first" if array.ndim == 0 else "change it")
+        )
+    return array
