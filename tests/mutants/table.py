@@ -263,8 +263,8 @@ MUTANTS = (
     _m(
         "pieces: the last bytes of an array are not broadcast",
         "3:gather_broadcast",
-        "        for start in range(0, data.size, PIECE_BYTES):\n            piece =",
-        "        for start in range(0, data.size - 1, PIECE_BYTES):\n            piece =",
+        "in range(0, data.size, PIECE_BYTES):\n            piece =",
+        "in range(0, data.size - 1, PIECE_BYTES):\n            piece =",
     ),
     # Headers between workers, and values in headers.
     _m(
