@@ -15,8 +15,8 @@ from hpcstrat.engine.options import ReduceOp, VariableOptions
 from hpcstrat.engine.typing import Replicas, Tree
 
 __all__ = [
+    "ActiveContext",
     "AnnouncesInitErrors",
-    "ContextEntry",
     "CurrentStrategy",
     "current",
     "own_index",
@@ -69,7 +69,7 @@ class CurrentStrategy(Replicas, Protocol):
     def all_or_none(self, variable: Any, what: str) -> AbstractContextManager[None]: ...
 
 
-class ContextEntry:
+class ActiveContext:
     """One level of the stack: the current strategy, and the kind of context."""
 
     __slots__ = ("index", "is_base", "replica_context", "strategy", "updating")
@@ -95,27 +95,27 @@ class ContextEntry:
         self.is_base = is_base
 
 
-_stack: ContextVar[ContextEntry | None] = ContextVar("hpcstrat_context", default=None)
+_stack: ContextVar[ActiveContext | None] = ContextVar("hpcstrat_context", default=None)
 
 # An alias instead of a function, because every call uses it and a function costs time.
 current = _stack.get
-"""Return the innermost `ContextEntry`, or None outside of all contexts."""
+"""Return the innermost `ActiveContext`, or None outside of all contexts."""
 
 
-def push(entry: ContextEntry | None) -> Token[ContextEntry | None]:
+def push(active: ActiveContext | None) -> Token[ActiveContext | None]:
     """Push a level, or None for an empty stack; return the argument for `pop`."""
-    return _stack.set(entry)
+    return _stack.set(active)
 
 
-def pop(token: Token[ContextEntry | None]) -> None:
+def pop(token: Token[ActiveContext | None]) -> None:
     """Restore the stack as it was before the call of `push` that returned ``token``."""
     _stack.reset(token)
 
 
 def own_index() -> int | None:
     """Return the index of the running replica of this rank; None if none runs alone."""
-    entry = _stack.get()
-    return None if entry is None else entry.index
+    active = _stack.get()
+    return None if active is None else active.index
 
 
 class AnnouncesInitErrors:
@@ -140,13 +140,13 @@ def _announcing(initialize: Callable[..., None]) -> Callable[..., None]:
         try:
             initialize(self, *args, **options)
         except Exception as error:
-            entry = current()
-            if entry is not None:
+            active = current()
+            if active is not None:
                 name = getattr(self, "name", None)
                 what = type(self).__name__ + (f" {name!r}" if name else "")
                 # Without this report, the replicas whose constructors succeeded would
                 # wait in the next call.
-                entry.strategy.collectives.fail(f"creation of {what}", error)
+                active.strategy.collectives.fail(f"creation of {what}", error)
             raise
 
     return initialize_together

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from hpcstrat.cluster_resolver import launch_from_environment
 
-__all__ = ["get_logger", "is_first_rank", "place", "print_once", "set_rank"]
+__all__ = ["get_logger", "is_first_rank", "print_once", "rank_on_host", "set_rank"]
 
 _ROOT = "hpcstrat"
 
@@ -22,7 +22,7 @@ class _Rank:
     host = platform.node()
 
 
-def _add_place(record: logging.LogRecord) -> bool:
+def _add_rank(record: logging.LogRecord) -> bool:
     """Add rank, size and host to a record, so that any formatter can use them."""
     record.rank, record.size, record.host = _Rank.rank, _Rank.size, _Rank.host
     return True
@@ -41,7 +41,7 @@ class _OwnHandler(logging.StreamHandler[TextIO]):
                 "[%(name)s %(rank)d/%(size)d %(host)s] %(levelname)s: %(message)s"
             )
         )
-        self.addFilter(_add_place)
+        self.addFilter(_add_rank)
 
     # Read sys.stderr each time, because programs and tests replace and close it.
     @property
@@ -76,7 +76,7 @@ def is_first_rank() -> bool:
     return _Rank.rank == 0
 
 
-def place() -> str:
+def rank_on_host() -> str:
     """Return this process's rank and host as text, like ``rank 1 of 4 on node03``."""
     return f"rank {_Rank.rank} of {_Rank.size} on {_Rank.host}"
 
@@ -103,7 +103,7 @@ def get_logger(name: str | None = None) -> logging.Logger:
     root.addHandler(_own)
     logger = root if name is None else root.getChild(name)
     # Add the filter to each logger: records propagate without passing parents' filters.
-    logger.addFilter(_add_place)
+    logger.addFilter(_add_rank)
     return logger
 
 

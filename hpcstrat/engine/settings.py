@@ -55,10 +55,10 @@ class Settings:
     divergence : str, optional
         How the copies of mirrored variables, which must be equal, are compared at each
         entry into ``run``: ``"rolling"`` compares a thousandth of the bytes each time;
-        ``"full"`` also compares all bytes every `divergence_interval` entries;
+        ``"full"`` also compares all bytes every `divergence_interval` calls;
         ``"off"`` compares nothing. Default: ``"rolling"``.
     divergence_interval : int, optional
-        Number of entries into ``run`` from one full comparison to the next.
+        Number of calls of ``run`` from one full comparison to the next.
         Default: 1000.
     divergence_tolerance : float, optional
         Allowed difference of floating-point copies, relative to the largest absolute
@@ -111,8 +111,8 @@ class Settings:
         With logical replicas, the number of threads of BLAS, OpenMP, PyTorch and XLA in
         each rank. This number changes the bits of a matrix product. Default: 1.
     step_digests : str, optional
-        Folder for a log of hashes of the mirrored variables, one hash for each entry
-        into ``run``. ``hpcstrat verify-bits`` compares the logs of two runs. Empty for
+        Folder for a log of hashes of the mirrored variables, one hash for each call
+        of ``run``. ``hpcstrat verify-bits`` compares the logs of two runs. Empty for
         no log. Default: empty.
     hang_folder : str, optional
         Folder for the job's file ``hpcstrat-hang-*.jsonl``, which is written when ranks

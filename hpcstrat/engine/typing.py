@@ -72,7 +72,7 @@ class Replicas(Protocol):
     def topology(self) -> Any: ...
 
     @property
-    def cross_entry(self) -> Any: ...
+    def cross_context(self) -> Any: ...
 
     @property
     def split(self) -> Any: ...
@@ -94,7 +94,7 @@ class CopyCheck(Protocol):
     """A check that the copies of variables are equal on all replicas."""
 
     def mark(self, run_index: int, mark: int) -> int:
-        """Return the fingerprint for headers of calls after an entry into ``run``.
+        """Return the fingerprint for the headers of calls after a begin of ``run``.
 
         The fingerprint, from 0 to 2**63 - 1, is equal on all replicas only if
         ``run_index`` and the parts of the copies that were hashed are equal. ``mark``

@@ -242,8 +242,8 @@ class PerReplica(ArrayOperators, DistributedValues):
     __slots__ = ()
 
     def _operand(self) -> Array:
-        entry = current()
-        if entry is None or entry.replica_context is None:
+        active = current()
+        if active is None or active.replica_context is None:
             raise ValueError(
                 "expected one value, found a PerReplica, which has a value for each "
                 f"replica; {_ADVICE}"
@@ -254,8 +254,8 @@ class PerReplica(ArrayOperators, DistributedValues):
         self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any
     ) -> Any:
         """Apply a ufunc in replica context; TypeError in cross-replica context."""
-        entry = current()
-        if entry is None or entry.replica_context is None:
+        active = current()
+        if active is None or active.replica_context is None:
             raise TypeError(
                 f"expected arrays for {ufunc.__name__}, found a PerReplica, which has "
                 f"a value for each replica; {_ADVICE}"

@@ -204,7 +204,7 @@ class SyncGroups:
 
         Collective over all replicas."""
         value, name = variable.component, variable.name
-        token = push(self.everyone.cross_entry)
+        token = push(self.everyone.cross_context)
         try:
             given = value if is_device(value) else HostValue(value)
             outer = Variable(given, trainable=False, name=name)
@@ -212,7 +212,7 @@ class SyncGroups:
             pop(token)
         value[...] = outer.component
         if self.delay:
-            token = push(self.strategy.cross_entry)
+            token = push(self.strategy.cross_context)
             try:
                 given = value if is_device(value) else HostValue(value)
                 self._starts.append(Variable(given, trainable=False, name=name))

@@ -107,7 +107,7 @@ def variable_over(
 
     The values must already be equal on all replicas.
     """
-    token = push(strategy.cross_entry)
+    token = push(strategy.cross_context)
     try:
         return Variable(Adopted(value, is_equal=True), trainable, name=name)
     finally:

@@ -92,7 +92,7 @@ class Log:
         self._sinks = list(sinks)
         # True after the lines of an earlier training have been kept or removed.
         self._is_begun = False
-        token = push(self._strategy.cross_entry)
+        token = push(self._strategy.cross_context)
         try:
             self._place = Variable(
                 Adopted(np.zeros(2, np.uint64), is_equal=True),

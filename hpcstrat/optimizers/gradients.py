@@ -12,9 +12,9 @@ from hpcstrat.engine.arrays.casting import rounded, without_fp_warnings
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import (
     array_module,
+    device_of,
     is_device,
     is_half,
-    place_of,
     to_device,
     to_reducible,
 )
@@ -99,8 +99,8 @@ def _in_place_of(variable: Variable, array: Array, placed: bool) -> Array:
         "copy the gradient with cupy.asnumpy"
     )
     raise ValueError(
-        f"expected a gradient on {place_of(component)} for variable "
-        f"{variable.name!r}, which is there, found one on {place_of(array)}; {advice}"
+        f"expected a gradient on {device_of(component)} for variable "
+        f"{variable.name!r}, which is there, found one on {device_of(array)}; {advice}"
     )
 
 

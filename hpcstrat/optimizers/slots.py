@@ -108,7 +108,7 @@ class Slots:
         if sharded:
             # Restored state contains all elements, on every rank.
             whole = array if slot is None else slot.component
-            token = push(strategy.cross_entry)
+            token = push(strategy.cross_context)
             try:
                 slot = ShardedVariable(HostValue(whole), trainable=False, name=name)
             finally:
@@ -270,7 +270,7 @@ def _made(
     on, on_read = VariableSynchronization, aggregation is not _NONE
     on_host = not is_device(array)
     # Steps run in replica context, but variables are made in a scope.
-    token = push(None if strategy is None else strategy.cross_entry)
+    token = push(None if strategy is None else strategy.cross_context)
     try:
         kind = class_for_state(on_read=on_read) if each_has else Variable
         return kind(

@@ -16,7 +16,7 @@ from typing import Any
 
 import cloudpickle
 
-from hpcstrat.engine.logs import place
+from hpcstrat.engine.logs import rank_on_host
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -55,7 +55,7 @@ def unpickled(data: bytes, resolve: Callable[[Any], Any]) -> Any:
 def error_bytes(error: BaseException) -> bytes:
     """Return an exception as bytes for `error_of`, with its traceback and host."""
     lines = "".join(traceback.format_exception(error)).rstrip()
-    error.add_note(f"raised on {place()}:\n{lines}")
+    error.add_note(f"raised on {rank_on_host()}:\n{lines}")
     try:
         data = pickled(error)
     except Exception:

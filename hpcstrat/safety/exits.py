@@ -22,7 +22,7 @@ import time
 from typing import Any
 
 from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.logs import get_logger, place
+from hpcstrat.engine.logs import get_logger, rank_on_host
 from hpcstrat.engine.observe import job_timeline
 from hpcstrat.engine.topology.topology import start_mpi
 from hpcstrat.safety import lateness, uncaught
@@ -152,7 +152,7 @@ def _still_waiting(channels: list[Channel]) -> list[Channel]:
         elif outcome:
             # Let the ranks in the call print this error first; they end the job.
             time.sleep(_SECONDARY_SECONDS)
-            get_logger().warning("%s: %s", place(), outcome)
+            get_logger().warning("%s: %s", rank_on_host(), outcome)
     return missing
 
 
@@ -178,4 +178,4 @@ def _end_with(dead: list[int]) -> None:
 
 
 def _end_job(reason: str) -> None:
-    abort(f"hpcstrat: {place()} ends the job: {reason}", 1)
+    abort(f"hpcstrat: {rank_on_host()} ends the job: {reason}", 1)

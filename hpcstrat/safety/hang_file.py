@@ -19,7 +19,7 @@ from typing import Any
 
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.cluster_resolver.launch import run_name
-from hpcstrat.engine.logs import place
+from hpcstrat.engine.logs import rank_on_host
 
 __all__ = ["add_event", "keep_in", "path_of"]
 
@@ -71,7 +71,7 @@ def _add(event: str, content: dict[str, Any]) -> None:
             "time": round(time.time(), 3),
             "rank": launch.rank,
             "size": launch.size,
-            "place": place(),
+            "place": rank_on_host(),
         }
         line = json.dumps(about | content, default=str).encode() + b"\n"
         path = path_of(_Kept.folder)

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from hpcstrat.engine.call_sites import is_of_program
-from hpcstrat.engine.logs import place
+from hpcstrat.engine.logs import rank_on_host
 from hpcstrat.errors import ReplicaError
 from hpcstrat.safety.hang_file import add_event
 from hpcstrat.safety.presence import FAILED, own_registry
@@ -140,7 +140,7 @@ def _end_job(
         )
     finally:
         abort(
-            f"hpcstrat: {place()} ends the job: {why}",
+            f"hpcstrat: {rank_on_host()} ends the job: {why}",
             130 if issubclass(kind, KeyboardInterrupt) else 1,
         )
 

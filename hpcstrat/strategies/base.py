@@ -126,7 +126,7 @@ class Strategy(OlderMethods):
         # logical; also None on one or two ranks with one replica each, because calls
         # between the ranks then return the same bits.
         self.meetings = self.replicas.meetings
-        self.cross_entry = self.replicas.cross_entry
+        self.cross_context = self.replicas.cross_context
         self.raises_together = on_error == "raise"
         # Writes a digest of the variables at each call of `run`, on rank 0 only; None
         # on other ranks, and if the settings do not request digests.
@@ -257,7 +257,7 @@ class Strategy(OlderMethods):
                 )
         if not self.is_default:
             watch_loaded_libraries()
-        token = push(self.cross_entry)
+        token = push(self.cross_context)
         try:
             yield self
             if not self.is_default:

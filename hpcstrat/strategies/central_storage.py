@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hpcstrat.engine.algorithms.slices import SegmentPool
+from hpcstrat.engine.algorithms.slices import SharedAllocator
 from hpcstrat.engine.calls.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.options import CommunicationOptions, VariableOptions
 from hpcstrat.engine.settings import Settings
@@ -111,7 +111,7 @@ class CentralStorageStrategy(MpiStrategy):
                 "MirroredStrategy"
             )
         self._require_devices(names, self.num_replicas_in_sync, "compute_devices")
-        self.pool = SegmentPool()
+        self.allocator = SharedAllocator()
         if names is not None:
             names = [names[replica] for replica in self.topology.worker_replicas]
         self._bind(names)

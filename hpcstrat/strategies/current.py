@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from hpcstrat.cluster_resolver import launch_from_environment
-from hpcstrat.engine.context import ContextEntry, current, push
+from hpcstrat.engine.context import ActiveContext, current, push
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.strategies.base import Strategy
 from hpcstrat.strategies.default import DefaultStrategy
@@ -116,7 +116,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
             "expected experimental_set_strategy outside every scope, found that of "
             f"{entry.strategy!r}; leave the scope first"
         )
-    push(None if strategy is None else ContextEntry(strategy, is_base=True))
+    push(None if strategy is None else ActiveContext(strategy, is_base=True))
 
 
 def get_loss_reduction() -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hpcstrat.engine.calls.replica_collectives import Collectives
-from hpcstrat.engine.context import ContextEntry, own_index, pop, push
+from hpcstrat.engine.context import ActiveContext, own_index, pop, push
 from hpcstrat.engine.logical.meetings import Listener, Meetings, run_listened
 from hpcstrat.engine.logical.replica_sums import ReplicaSums
 from hpcstrat.engine.logical.tree_order import TreeOrder
@@ -55,24 +55,24 @@ class LocalReplicas:
         # replica pauses, and restore it when the replica resumes.
         self.listeners: list[Listener] = []
         # Context entries are made once, to save time in every `run` and merge call.
-        self.cross_entry = ContextEntry(strategy)
+        self.cross_context = ActiveContext(strategy)
         self.meetings: Meetings | None = None
         # With one replica on each of at most two ranks, sums need no tree order: two
         # values have the same sum in either order.
         plain = self.num_replicas == ranks.size <= 2
         if count is not None and not plain:
             self.meetings = Meetings(
-                ranks, self._sums, self.cross_entry, self.listeners
+                ranks, self._sums, self.cross_context, self.listeners
             )
         inside = self.meetings or ranks
         self.entries = [
-            ContextEntry(
+            ActiveContext(
                 strategy, ReplicaContext(strategy, replica, inside), index=index
             )
             for index, replica in enumerate(self.block)
         ]
         self.update_entries = [
-            ContextEntry(strategy, updating=True, index=index)
+            ActiveContext(strategy, updating=True, index=index)
             for index in range(len(self.block))
         ]
 
@@ -110,7 +110,7 @@ class LocalReplicas:
 
     @staticmethod
     def call(
-        entry: ContextEntry, fn: Callable[..., Any], args: Any, kwargs: Any
+        entry: ActiveContext, fn: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Call ``fn`` in the context ``entry``, with that replica's argument values."""
         token = push(entry)

@@ -29,7 +29,7 @@ def call_in_cross_replica(
     """Call the program's function in a strategy's cross-replica context."""
 
     def call() -> Any:
-        push(strategy.cross_entry)
+        push(strategy.cross_context)
         return function(*args)
 
     # The copy of the context, with the pushed entry, is discarded after the call.

@@ -121,7 +121,7 @@ class ReplicaContext:
         merged, named = self._merged(what, args, kwargs)
         strategy = self._strategy
         with strategy.together(what):
-            token = push(strategy.cross_entry)
+            token = push(strategy.cross_context)
             try:
                 result = merge_fn(strategy, *merged, **named)
             finally:

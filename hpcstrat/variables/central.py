@@ -65,7 +65,9 @@ class CentralVariable(MirroredVariable):
             return own
         call = describe_call(what, f"{array.dtype}{list(array.shape)}", array.nbytes)
         made: list[Array] = []
-        steps = lay_out(array, self._strategy.pool, made, call, channel, sends=sends)
+        steps = lay_out(
+            array, self._strategy.allocator, made, call, channel, sends=sends
+        )
         channel.drive(steps, call, collectives.timeout_seconds)
         return made[0]
 

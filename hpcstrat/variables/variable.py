@@ -13,8 +13,8 @@ from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import (
     array_module,
     as_array,
+    device_of,
     is_device,
-    place_of,
     to_device,
     to_host,
 )
@@ -240,7 +240,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
     def device(self) -> str:
         """Device on which this replica's component is stored."""
         if self._strategy is None or is_device(self._component):
-            return place_of(self._component)
+            return device_of(self._component)
         return str(self._strategy.device)
 
     @property
@@ -608,7 +608,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         if is_device(array):
             raise ValueError(
                 f"expected an array in host memory in {method} of variable "
-                f"{self.name!r}, found one on {place_of(array)}; make the variable of "
+                f"{self.name!r}, found one on {device_of(array)}; make the variable of "
                 "a CuPy array, or copy the value with cupy.asnumpy"
             )
         return array

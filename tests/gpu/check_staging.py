@@ -133,7 +133,7 @@ def test_page_locked_memory_is_bounded(crew: Team) -> None:
     results = reduce_now(crew, transport, reduction)
     assert standin.counts.device_synchronizations == 0
     assert standin.counts.pageable <= 2
-    pinned = sum(place.nbytes for place in transport._places)
+    pinned = sum(place.nbytes for place in transport._in_turn)
     assert pinned == 2 * (64 << 10)
     reduction.check(crew.topology.replica_comm, results)
     crew.lane.synchronize()

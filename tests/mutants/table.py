@@ -263,10 +263,8 @@ MUTANTS = (
     _m(
         "pieces: the last bytes of an array are not broadcast",
         "3:gather_broadcast",
-        """        for start in range(0, data.size, PIECE_BYTES):
-            self.Bcast""",
-        """        for start in range(0, data.size - 1, PIECE_BYTES):
-            self.Bcast""",
+        "in range(0, data.size, PIECE_BYTES):\n            piece =",
+        "in range(0, data.size - 1, PIECE_BYTES):\n            piece =",
     ),
     # Headers between workers, and values in headers.
     _m(
@@ -282,7 +280,7 @@ MUTANTS = (
         "nbytes = 0\n",
     ),
     _m(
-        "pipeline: a sum begins a step before the one that was begun before it",
+        "concurrent sums: a sum begins a step before the one that was begun before it",
         "tests/unit/engine/algorithms/test_any_order.py",
         "if before is not None and flow.num_begun >= before.num_begun:",
         "if False:",

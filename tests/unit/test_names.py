@@ -26,7 +26,6 @@ CLASS_EXCEPTIONS = {
     "Memory": "that of hs.elastic, and one that XLA lends",
     "MultiWorkerMirroredStrategy": "that of tf.distribute.experimental, too",
     "Order": "of a shuffled data set, and of calls in a program of XLA",
-    "Pipeline": "of input, and of pieces of a reduction",
     "Rows": "hs.Rows makes an initial value on servers",
     "Server": "a name of tf.distribute.experimental.rpc, which refuses",
     "ShardedVariable": "of a strategy with servers, and of one without",

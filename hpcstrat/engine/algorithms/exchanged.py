@@ -6,7 +6,7 @@ sends and receives ``2 (p - 1) / p`` times the bytes of its values, the minimum 
 ``p`` ranks (Patarasuk and Yuan, doi:10.1016/j.jpdc.2008.09.002), in two messages to
 each other rank (the pairwise exchange of Thakur, Rabenseifner and Gropp,
 doi:10.1177/1094342005051521). The result has the same bits on all ranks. Several sums
-are under way at the same time, see `hpcstrat.engine.algorithms.pipeline`.
+are under way at the same time, see `hpcstrat.engine.algorithms.concurrent_sums`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.algorithms.pipeline import Pipeline
+from hpcstrat.engine.algorithms.concurrent_sums import ConcurrentSums
 from hpcstrat.engine.algorithms.work import (
     Work,
     add_in_order,
@@ -84,11 +84,12 @@ def reduce_by_exchange(work: Work, channel: Channel) -> WaitSteps:
 
     Collective over ``topology.replica_comm``.
     """
-    comm, pipeline = channel.interruptible(channel.topology.replica_comm), Pipeline()
+    comm = channel.interruptible(channel.topology.replica_comm)
+    sums_under_way = ConcurrentSums()
     yield HEADER
     for run in itertools.chain.from_iterable(work.pieces):
-        yield from pipeline.add(reduce_run(run, work, comm, exchanged_sum))
-    yield from pipeline.end()
+        yield from sums_under_way.add(reduce_run(run, work, comm, exchanged_sum))
+    yield from sums_under_way.end()
 
 
 def reduce_run(

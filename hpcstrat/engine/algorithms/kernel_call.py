@@ -79,20 +79,20 @@ class SentValues:
         # The values of this worker and of the next workers, in the messages it sends.
         sent = _blocks(headers.out, most, nbytes)
         # Destination and source of copies: before the first message, and, for each
-        # step, of the received values.
+        # hop, of the received values.
         self._gathered: list[tuple[Array, Array]] = []
         self._taken: list[list[tuple[Array, Array]]] = [[] for _ in headers.counts]
         if headers.num_workers > 2:
             self._gathered = [(sent[0], places[me])]
-            for step, count in enumerate(headers.counts):
-                came = _blocks(headers.came[step], count, nbytes)
-                first = (me + (1 << step)) % headers.num_workers
+            for hop, count in enumerate(headers.counts):
+                came = _blocks(headers.came[hop], count, nbytes)
+                first = (me + (1 << hop)) % headers.num_workers
                 until_last = min(count, headers.num_workers - first)
-                later = max(0, min(count, most - (1 << step)))
-                self._taken[step] = [
+                later = max(0, min(count, most - (1 << hop)))
+                self._taken[hop] = [
                     (places[first : first + until_last], came[:until_last]),
                     (places[: count - until_last], came[until_last:]),
-                    (sent[1 << step :][:later], came[:later]),
+                    (sent[1 << hop :][:later], came[:later]),
                 ]
         # Lets the kernel find the records of all workers, and add their values.
         self.finish = values.kernel.arrive
@@ -103,9 +103,9 @@ class SentValues:
         for to, source in self._gathered:
             to[...] = source
 
-    def take(self, step: int) -> None:
-        """Copy the values received in a step to their places, and to later messages."""
-        for to, source in self._taken[step]:
+    def take(self, hop: int) -> None:
+        """Copy the values received in a hop to their places, and to later messages."""
+        for to, source in self._taken[hop]:
             to[...] = source
 
 

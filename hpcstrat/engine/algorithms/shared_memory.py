@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.engine.algorithms.concurrent_sums import ConcurrentSums
 from hpcstrat.engine.algorithms.exchanged import exchanged_sum, rounded_sum
-from hpcstrat.engine.algorithms.pipeline import Pipeline
 from hpcstrat.engine.algorithms.work import (
     Work,
     add_in_order,
@@ -66,7 +66,7 @@ def reduce_in_memory(
     piece, place = next(pieces), places.take(place_bytes)
     _lay_out(piece, place, work, places, me)
     yield HEADER
-    pipeline = Pipeline()
+    sums_under_way = ConcurrentSums()
     # Pieces whose sums over the workers have not ended.
     behind: deque[_Behind] = deque()
     while piece:
@@ -79,7 +79,7 @@ def reduce_in_memory(
             own.append(sums)
             if crosses:
                 steps = _over_workers(run, sums, work, channel, wire_dtype)
-                flows.append(pipeline.begin(steps))
+                flows.append(sums_under_way.begin(steps))
         behind.append((piece, place, own, flows))
         # With several workers, end a piece only after the next piece has begun, so that
         # messages of both are on the network. With one worker, end it immediately,

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.engine.algorithms.concurrent_sums import ConcurrentSums
 from hpcstrat.engine.algorithms.exchanged import exchanged_sum
 from hpcstrat.engine.algorithms.move_plan import hand_over
-from hpcstrat.engine.algorithms.pipeline import Pipeline
 from hpcstrat.engine.algorithms.work import add_in_order, divide, fill, slice_of
 from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings
 from hpcstrat.engine.arrays.packing import Piece, Run
@@ -24,11 +24,17 @@ from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
 from hpcstrat.engine.topology.segment import Segment
 from hpcstrat.engine.typing import Array
 
-__all__ = ["SegmentPool", "SlicedPiece", "lay_out", "reduce_slices", "write_between"]
+__all__ = [
+    "SharedAllocator",
+    "SlicedPiece",
+    "lay_out",
+    "reduce_slices",
+    "write_between",
+]
 
 _LINE_BYTES = 64
-_POOL_BYTES = 4 << 20
-_POOLED_BYTES = 256 << 10
+_SHARED_BYTES = 4 << 20
+_MOST_SHARED_BYTES = 256 << 10
 
 SlicedPiece = tuple[Piece, Array | None]
 """A run for each rank with a slice, and the array for the sum of this rank's run."""
@@ -45,7 +51,7 @@ def write_between(write: Callable[[], None], call: Call, channel: Channel) -> Wa
     yield channel.step(call)
 
 
-class SegmentPool:
+class SharedAllocator:
     """Shared memory of a worker's ranks, allocated in the same order on all ranks.
 
     Memory is freed with the last array that refers to it. Large arrays have a segment
@@ -62,12 +68,12 @@ class SegmentPool:
         Collective over ``comm``.
         """
         nbytes = like.nbytes
-        if nbytes > _POOLED_BYTES:
+        if nbytes > _MOST_SHARED_BYTES:
             octets = _segment(comm, nbytes)
         else:
             span = nbytes + -nbytes % _LINE_BYTES
             if self._used + span > self._shared.size:
-                self._shared, self._used = _segment(comm, _POOL_BYTES), 0
+                self._shared, self._used = _segment(comm, _SHARED_BYTES), 0
             octets = self._shared[self._used :][:nbytes]
             self._used += span
         array: Array = octets.view(like.dtype)
@@ -81,7 +87,7 @@ def _segment(comm: Any, nbytes: int) -> Array:
 
 def lay_out(
     value: Array,
-    pool: SegmentPool,
+    allocator: SharedAllocator,
     made: list[Array],
     call: Call,
     channel: Channel,
@@ -96,7 +102,7 @@ def lay_out(
     topology = channel.topology
     yield HEADER
     comm = channel.interruptible(topology.worker_comm)
-    target = pool.take(value, comm)
+    target = allocator.take(value, comm)
     made.append(target.reshape(value.shape))
     own = slice_of(target.size, comm.rank, comm.size)
     if not sends:
@@ -130,7 +136,7 @@ def reduce_slices(
     topology, rows = channel.topology, channel.rings.rows
     me = topology.worker_comm.rank
     cross = channel.interruptible(topology.cross_worker_comm)
-    pipeline = Pipeline()
+    sums_under_way = ConcurrentSums()
 
     def put(sliced: SlicedPiece, place: int) -> None:
         piece, _ = sliced
@@ -147,14 +153,14 @@ def reduce_slices(
             terms = [*terms[:me], own, *terms[me + 1 :]]
         add_in_order(terms, total)
         if topology.num_workers > 1:
-            yield from pipeline.add(exchanged_sum(total, total, cross, divisor))
+            yield from sums_under_way.add(exchanged_sum(total, total, cross, divisor))
         else:
             divide(total, divisor)
 
     yield from hand_over(
         pieces, put, take, place_bytes=place_bytes, call=call, channel=channel
     )
-    yield from pipeline.end()
+    yield from sums_under_way.end()
 
 
 def _in_source(run: Run, sources: Sequence[Array]) -> Array | None:

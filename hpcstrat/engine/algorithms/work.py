@@ -3,7 +3,7 @@
 An algorithm is a generator, see `hpcstrat.engine.channel.waitable`. It sums every
 element over the replicas, divides the sums for a mean, and writes them into the
 results, which may be the memory of the sources. MAX and MIN are made in the same way,
-with ``numpy.maximum`` of unsigned integers in the place of the addition, see
+with ``numpy.maximum`` of unsigned integers instead of the addition, see
 `hpcstrat.engine.arrays.order_keys`.
 """
 

@@ -27,10 +27,10 @@ from hpcstrat.errors import HpcstratError
 __all__ = [
     "array_module",
     "as_array",
+    "device_of",
     "is_device",
     "is_half",
     "nvtx_ranges",
-    "place_of",
     "to_device",
     "to_host",
     "to_reducible",
@@ -60,7 +60,7 @@ def array_module(value: Any) -> Any:
     return sys.modules["cupy"] if is_device(value) else np
 
 
-def place_of(array: Array) -> str:
+def device_of(array: Array) -> str:
     """Return the name of the device whose memory holds the array, such as ``GPU:0``.
 
     A GPU's number is its CUDA device number in this process; the host is ``CPU:0``.

@@ -21,7 +21,7 @@ _MOST_WORK = 10_000
 # With at most this many arrays, every pair of arrays is compared.
 _FEW = 8
 
-_Place = tuple[int, int, int]
+_Interval = tuple[int, int, int]
 """Start and end of an array in memory, and the array's index."""
 
 
@@ -31,30 +31,30 @@ def overlap(outs: list[Any], arrays: list[Array]) -> tuple[int, int] | None:
     In shared memory, one of the two results would be lost. Two outs may be the same
     array if their inputs are also the same array.
     """
-    places = [(*_extent(outs[index]), index) for index in _not_surely_apart(outs)]
-    # The last place is a sentinel: it ends the last group of overlapping extents.
-    end_of_all = max((end for _, end, _ in places), default=0)
-    group: list[_Place] = []
+    intervals = [(*_extent(outs[index]), index) for index in _not_surely_apart(outs)]
+    # The last interval is a sentinel: it ends the last group of overlapping extents.
+    end_of_all = max((end for _, end, _ in intervals), default=0)
+    group: list[_Interval] = []
     until = 0
-    for place in (*sorted(p for p in places if p[0] < p[1]), (end_of_all, 0, -1)):
-        if place[0] >= until:
+    for interval in (*sorted(p for p in intervals if p[0] < p[1]), (end_of_all, 0, -1)):
+        if interval[0] >= until:
             shared = _shared(group, outs, arrays) if len(group) > 1 else None
             if shared is not None:
                 return shared
             group = []
-        group.append(place)
-        until = max(until, place[1])
+        group.append(interval)
+        until = max(until, interval[1])
     return None
 
 
 def _shared(
-    group: list[_Place], outs: list[Any], arrays: list[Array]
+    group: list[_Interval], outs: list[Any], arrays: list[Array]
 ) -> tuple[int, int] | None:
     """Return the indices of two outs of this group that share memory, or None."""
-    single: dict[Any, _Place] = {}
-    for place in group:
-        index = place[2]
-        single.setdefault((_place(outs[index]), _place(arrays[index])), place)
+    single: dict[Any, _Interval] = {}
+    for interval in group:
+        index = interval[2]
+        single.setdefault((_layout(outs[index]), _layout(arrays[index])), interval)
     group = list(single.values())
     indices = [index for _, _, index in group]
     if len(indices) > _FEW:
@@ -69,7 +69,7 @@ def _shared(
     return None
 
 
-def _first_again(group: list[_Place], outs: list[Any]) -> int | None:
+def _first_again(group: list[_Interval], outs: list[Any]) -> int | None:
     """Return the position of the first array that shares memory with an earlier one.
 
     Marks each piece of memory that an array uses: comparing all pairs of many arrays,
@@ -78,20 +78,20 @@ def _first_again(group: list[_Place], outs: list[Any]) -> int | None:
     low, high = group[0][0], max(end for _, end, _ in group)
     views = [_in_host_terms(outs[index]) for _, _, index in group]
     firsts = [view.__array_interface__["data"][0] - low for view in views]
-    steps = [stride for view in views for stride in (*view.strides, view.itemsize)]
-    piece = math.gcd(*firsts, *steps)
-    marks = np.zeros((high - low) // piece, np.bool_)
+    sizes = [stride for view in views for stride in (*view.strides, view.itemsize)]
+    unit = math.gcd(*firsts, *sizes)
+    marks = np.zeros((high - low) // unit, np.bool_)
     for number, (first, view) in enumerate(zip(firsts, views, strict=True)):
-        shape = *view.shape, view.itemsize // piece
-        strides = *(stride // piece for stride in view.strides), 1
-        own = np.ndarray(shape, np.bool_, marks, first // piece, strides)
+        shape = *view.shape, view.itemsize // unit
+        strides = *(stride // unit for stride in view.strides), 1
+        own = np.ndarray(shape, np.bool_, marks, first // unit, strides)
         if own.any():
             return number
         own[...] = True
     return None
 
 
-def _place(array: Any) -> tuple[Any, ...]:
+def _layout(array: Any) -> tuple[Any, ...]:
     return _extent(array), array.strides, array.dtype
 
 
@@ -145,8 +145,8 @@ def lies_apart(array: Any) -> bool:
     if array.flags.c_contiguous or not array.size:
         return True
     span = array.itemsize
-    steps = zip(array.strides, array.shape, strict=True)
-    for stride, length in sorted((abs(s), n) for s, n in steps if n > 1):
+    strides = zip(array.strides, array.shape, strict=True)
+    for stride, length in sorted((abs(s), n) for s, n in strides if n > 1):
         if stride < span:
             return False
         span += stride * (length - 1)

@@ -120,13 +120,13 @@ def spans_of(
     """
     starts = [start for start, _, _ in bucket.parts]
     spans = []
-    for place in range(bisect.bisect_right(starts, low) - 1, len(starts)):
-        start, end, _ = bucket.parts[place]
+    for number in range(bisect.bisect_right(starts, low) - 1, len(starts)):
+        start, end, _ = bucket.parts[number]
         if start >= high:
             break
         first, last = max(low, start), min(high, end)
         if first < last:
-            index = bucket.indices[place]
+            index = bucket.indices[number]
             spans.append((index, first - start, last - start, first + shift))
     return tuple(spans)
 

@@ -21,12 +21,14 @@ def summed_rows(indices: Array, values: Array) -> tuple[Array, Array]:
     if is_device(values):
         own = summed_rows(to_host(indices), to_host(values))
         return to_device(own[0]), to_device(own[1])
-    unique, first, places = np.unique(indices, return_index=True, return_inverse=True)
+    unique, first, positions = np.unique(
+        indices, return_index=True, return_inverse=True
+    )
     sums = values[first]
     if unique.size < indices.size:
         again = np.ones(indices.size, bool)
         again[first] = False
-        call_without_fp_warnings(np.add.at, sums, places[again], values[again])
+        call_without_fp_warnings(np.add.at, sums, positions[again], values[again])
     return unique, sums
 
 
@@ -48,9 +50,9 @@ def apply_at(name: str, array: Array, indices: Array, values: Array) -> None:
     times = np.arange(rows.size) - np.searchsorted(ascending, ascending)
     operation = getattr(array_module(array), name)
     for time in range(times.max(initial=-1) + 1):
-        places = order[times == time]
-        chosen = to_device(rows[places])
-        array[chosen] = operation(array[chosen], values[to_device(places)])
+        positions = order[times == time]
+        chosen = to_device(rows[positions])
+        array[chosen] = operation(array[chosen], values[to_device(positions)])
 
 
 def replace_at(array: Array, indices: Array, values: Array) -> None:

@@ -39,8 +39,11 @@ def digest_of_rows(
         width = array.size // rows
         count = min(rows, max(2, most_bytes // (width * itemsize)), most_rows or rows)
         keep = min(width, max(1, most_bytes // (count * itemsize)))
-        places = np.unique(np.linspace(0, rows - 1, count).astype(np.int64))
-        parts = [to_host(array[place].reshape(-1)[:keep]) for place in places.tolist()]
+        positions = np.unique(np.linspace(0, rows - 1, count).astype(np.int64))
+        parts = [
+            to_host(array[position].reshape(-1)[:keep])
+            for position in positions.tolist()
+        ]
         array = np.concatenate(parts)
     own: Array = np.ascontiguousarray(to_host(array)).reshape(-1)
     octets: Any = own.view(np.uint8)

@@ -40,8 +40,8 @@ class Buckets:
     """The buckets of one pass over a program's arrays, such as a backward pass.
 
     ``plan`` is the same on all ranks; ``start`` starts the reduction of one bucket,
-    with ``part=True``. The whole pass is collective over ``topology.replica_comm``. If
-    an error ends the pass on one rank, the other ranks learn of it in the next call.
+    with ``in_pass=True``. The whole pass is collective over ``topology.replica_comm``.
+    If an error ends the pass on one rank, the other ranks learn of it in the next call.
     """
 
     def __init__(

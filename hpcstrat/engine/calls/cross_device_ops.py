@@ -505,11 +505,11 @@ def _check_num_packs(num_packs: int) -> None:
 
 def _current() -> Any:
     """Return the current scope's strategy; raise RuntimeError if there is no scope."""
-    entry = current()
-    if entry is None:
+    active = current()
+    if active is None:
         raise RuntimeError(
             "expected a CrossDeviceOps to be used by itself in the scope of a "
             "strategy, whose replicas it is for, found none; write it in a block "
             "'with strategy.scope():'"
         )
-    return entry.strategy
+    return active.strategy

@@ -8,8 +8,8 @@ The receives of the data are started before the header has arrived, because the 
 may wait until all of its data is received. Each receive buffer must be large enough for
 any message, because an MPI library may write a longer message past the end of the
 buffer (Open MPI 5.0 does so if it copies directly from the sender's memory). Therefore
-all data are cut at the same offsets, and the tag of a part determines its largest
-length. Each receive with this tag has a buffer of this length; the last part of an
+all data are cut at the same offsets, and the tag of a chunk determines its largest
+length. Each receive with this tag has a buffer of this length; the last chunk of an
 array is received into a separate buffer.
 """
 
@@ -33,11 +33,11 @@ from hpcstrat.errors import CollectiveError
 __all__ = ["Messages", "Transfer"]
 
 _HEADER_BYTES = 256
-# Sizes of the first six parts of a message, and of all later parts: a short message
-# needs little extra memory, and a long message has few parts.
-_PART_BYTES = tuple((32 << 10) * 2**number for number in range(6))
-# MPI tags for each tag of the program: one for the header, one for each part length.
-_NUM_TAGS = 1 + len(_PART_BYTES)
+# Sizes of the first six chunks of a message, and of all later chunks: a short message
+# needs little extra memory, and a long message has few chunks.
+_CHUNK_BYTES = tuple((32 << 10) * 2**number for number in range(6))
+# MPI tags for each tag of the program: one for the header, one for each chunk length.
+_NUM_TAGS = 1 + len(_CHUNK_BYTES)
 # Every MPI library supports tags up to this number (MPI-4.1, 9.1.2).
 _LEAST_MOST_TAG = 32767
 
@@ -144,8 +144,8 @@ class Messages:
         self._begin(call)
         exchange, start = Exchange(), self._comm.Isend
         exchange.requests.append(start(header, dest, _NUM_TAGS * tag))
-        for part, length in _parts(array):
-            exchange.requests.append(start(part, dest, _NUM_TAGS * tag + 1 + length))
+        for chunk, length in _chunks(array):
+            exchange.requests.append(start(chunk, dest, _NUM_TAGS * tag + 1 + length))
         return Transfer(self.collectives, call, iter((exchange,)))
 
     @collective
@@ -170,10 +170,10 @@ class Messages:
         queue = self._expected.setdefault((source, tag), deque())
         queue.append(expected)
         rest = room = np.empty(0, np.uint8)
-        for part, length in _parts(array):
-            into = part
-            if part.size < _PART_BYTES[length]:
-                rest, into = part, np.empty(_PART_BYTES[length], np.uint8)
+        for chunk, length in _chunks(array):
+            into = chunk
+            if chunk.size < _CHUNK_BYTES[length]:
+                rest, into = chunk, np.empty(_CHUNK_BYTES[length], np.uint8)
                 room = into
             exchange.requests.append(start(into, source, _NUM_TAGS * tag + 1 + length))
         steps = _received(queue, expected, exchange, rest, room)
@@ -222,11 +222,11 @@ def _received(
     rest: Array,
     room: Array,
 ) -> WaitSteps:
-    """Wait for a header and its data; copy the last, incomplete part of the data.
+    """Wait for a header and its data; copy the last, incomplete chunk of the data.
 
-    It was received in the buffer ``room``; ``rest`` is its place in the array.
+    It was received in the buffer ``room``; ``rest`` is its target in the array.
     """
-    # Compare earlier headers first: parts of an earlier, longer message may have
+    # Compare earlier headers first: chunks of an earlier, longer message may have
     # arrived in the buffers of this message.
     while not expected.compared:
         first = queue[0]
@@ -265,11 +265,11 @@ def _at_site() -> str:
     return f" at {site}" if site else ""
 
 
-def _parts(array: Array) -> Iterator[tuple[Array, int]]:
-    """Yield the parts of an array's bytes, each with its index in ``_PART_BYTES``."""
+def _chunks(array: Array) -> Iterator[tuple[Array, int]]:
+    """Yield the chunks of an array's bytes, each with its index in ``_CHUNK_BYTES``."""
     data = array.reshape(-1).view(np.uint8)
     start = length = 0
     while start < data.size:
-        yield data[start : start + _PART_BYTES[length]], length
-        start += _PART_BYTES[length]
-        length = min(length + 1, len(_PART_BYTES) - 1)
+        yield data[start : start + _CHUNK_BYTES[length]], length
+        start += _CHUNK_BYTES[length]
+        length = min(length + 1, len(_CHUNK_BYTES) - 1)

@@ -86,7 +86,7 @@ def checked_outs(
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    return "out" + "".join(f"[{entry!r}]" for entry in path)
+    return "out" + "".join(f"[{key!r}]" for key in path)
 
 
 def _own_memory(out: Any) -> Any:

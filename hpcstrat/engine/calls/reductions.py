@@ -154,14 +154,14 @@ class Reductions:
         options: CommunicationOptions | None = None,
         *,
         out: Tree = None,
-        part: bool = False,
+        in_pass: bool = False,
     ) -> PendingCall:
         """Start the reduction of `reduce_in_call`, and return without waiting for it.
 
         Collective over ``topology.replica_comm``. Until the reduction has ended,
         ``trees`` and ``out`` must not be written, and ``out`` must not be read. Raises
         ValueError for IndexedSlices. `PendingCall.wait` returns the result. For
-        ``part``, see `PendingCall`.
+        ``in_pass``, see `PendingCall`.
         """
         options = options or self._options
         leaves, structure = flatten(trees)
@@ -181,7 +181,9 @@ class Reductions:
         if arrays and is_device(arrays[0]):
             # Make the group now: it needs collective calls, which `_start` cannot make.
             self._group(what, options)
-        begin = functools.partial(self._start, request, arrays, options, part=part)
+        begin = functools.partial(
+            self._start, request, arrays, options, in_pass=in_pass
+        )
         return cast("PendingCall", self.collectives.call(what, begin, outs, out))
 
     def _start(
@@ -192,7 +194,7 @@ class Reductions:
         outs: list[Array] | None,
         out: Tree,
         *,
-        part: bool,
+        in_pass: bool,
     ) -> PendingCall:
         planned = self._plan_for(request, arrays, options)
         results = self._results(planned, arrays, outs)
@@ -214,7 +216,7 @@ class Reductions:
             tree,
             options.timeout_seconds,
             join=join,
-            part=part,
+            in_pass=in_pass,
         )
 
     start_reduce = collective(start_in_call)

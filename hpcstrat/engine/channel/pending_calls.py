@@ -43,7 +43,7 @@ class PendingCall:
     join : callable, optional
         Called at the end in each thread that waits for the result; makes the thread's
         current CUDA stream wait for the result.
-    part : bool
+    in_pass : bool
         Whether this call is part of a larger call, such as a backward pass, which no
         rank continues once a part has failed. After this failure, parts that have not
         posted their headers are dropped.
@@ -58,10 +58,10 @@ class PendingCall:
         timeout_seconds: float | None = None,
         *,
         join: Callable[[], None] | None = None,
-        part: bool = False,
+        in_pass: bool = False,
     ) -> None:
         self.call = call
-        self.part = part
+        self.in_pass = in_pass
         self._join = join
         # Name in timelines that identifies this call among the started calls.
         self.mark = ""
@@ -282,11 +282,11 @@ class PendingCalls(deque[PendingCall]):
 
     def num_separate(self) -> int:
         """Return the number of started calls, counting all parts together as one."""
-        return sum(not one.part for one in self) + any(one.part for one in self)
+        return sum(not one.in_pass for one in self) + any(one.in_pass for one in self)
 
     def lose(self, error: BaseException, *, all_of_them: bool) -> None:
         """End started calls with ``error``: all, or parts without a posted header."""
-        lost = list(self) if all_of_them else [o for o in list(self)[1:] if o.part]
+        lost = list(self) if all_of_them else [o for o in list(self)[1:] if o.in_pass]
         for one in lost:
             one.end(error)
             self.remove(one)

@@ -55,7 +55,7 @@ class Position:
         self._state.run_fingerprint = mark
 
     def enter_run(self) -> None:
-        """Count an entry of this rank into ``run``.
+        """Count a call of ``run`` by this rank.
 
         Raises CollectiveError on every rank if copies of variables are found to differ.
         """

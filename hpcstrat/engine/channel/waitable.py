@@ -58,8 +58,8 @@ class HeaderPayload(Protocol):
         """Write the sum of this worker's values behind the header of its message."""
         ...
 
-    def take(self, step: int) -> None:
-        """Copy the values received in a step into the buffer that later steps send."""
+    def take(self, hop: int) -> None:
+        """Copy the values received in a hop into the buffer that later hops send."""
         ...
 
     def finish(self) -> None:

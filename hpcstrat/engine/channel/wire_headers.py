@@ -2,8 +2,8 @@
 
 The ranks of a worker compare their records in its shared segment. The first rank of
 each worker then exchanges headers with the other workers by the dissemination of Bruck
-et al. (doi:10.1109/71.642949). In step ``k`` it sends one header, on behalf of itself
-and the ``2**k - 1`` workers after it, to the worker that is ``2**k`` places before it.
+et al. (doi:10.1109/71.642949). In hop ``k`` it sends one header, on behalf of itself
+and the ``2**k - 1`` workers after it, to the worker that is ``2**k`` workers before it.
 So each of ``p`` workers knows the headers of all workers after ``ceil(log2(p))``
 messages. Then one more step in the segment reports the result to the worker's ranks.
 Both steps in the segment order memory, see `hpcstrat.engine.channel.headers`.
@@ -13,7 +13,7 @@ that they need no exchange of their own. Values that are larger than `EAGER_BYTE
 sent in further messages, which are received after the header has arrived, because the
 header contains their size. If a rank receives a header that differs from its own, it
 ignores the values, and sends from then on a header that is equal to no other header. So
-all ranks learn of the difference in the same number of steps. Ranks that are in
+all ranks learn of the difference in the same number of hops. Ranks that are in
 different calls send messages of different lengths; each is received into a buffer for
 the longest message.
 """
@@ -62,7 +62,7 @@ _ALIGNMENT_BYTES = 16
 # size in bytes of the values that follow the header.
 _FLAG_BITS = 8
 
-# Persistent requests of one step (new requests take twice as long): the send of the
+# Persistent requests of one hop (new requests take twice as long): the send of the
 # header with the first values, and the sends and the receives of further values.
 _Requests = tuple[Any, Sequence[Any], Sequence[Any]]
 
@@ -138,10 +138,10 @@ class WireHeaders(Waitable):
         me, size = topology.worker_id, len(firsts)
         self.worker, self.num_workers = me, size
         self.room_bytes = room = room_bytes(size)
-        # For each step: the ranks to send to and to receive from, and the number of
+        # For each hop: the ranks to send to and to receive from, and the number of
         # workers whose values are sent.
         self._peers, self.counts = [], list[int]()
-        for distance in (1 << step for step in range((size - 1).bit_length())):
+        for distance in (1 << hop for hop in range((size - 1).bit_length())):
             to, source = firsts[(me - distance) % size], firsts[(me + distance) % size]
             self._peers.append((to, source))
             self.counts.append(min(distance, size - distance))
@@ -161,7 +161,7 @@ class WireHeaders(Waitable):
             comm.Recv_init(came, source, _TAG)
             for came, (_, source) in zip(self.came, self._peers, strict=False)
         ]
-        # The requests of each step, by the size of a worker's values.
+        # The requests of each hop, by the size of a worker's values.
         self._kept: dict[int, list[_Requests]] = {}
         self._requests_for(0)
         # The running comparison of a header, as a generator; whether it has ended,
@@ -170,16 +170,16 @@ class WireHeaders(Waitable):
         self._done, self._travels, self._same = True, False, True
 
     def _requests_for(self, nbytes: int) -> list[_Requests]:
-        """Return the requests of all steps for ``nbytes`` of values per worker.
+        """Return the requests of all hops for ``nbytes`` of values per worker.
 
         They are kept; `carried_bytes` limits the number of different sizes.
         """
         found = self._kept.get(nbytes)
         if found is None:
             found, make = [], self._comm
-            for step, came in enumerate(self.came):
-                to, source = self._peers[step]
-                end = HEADER_BYTES + self.counts[step] * nbytes
+            for hop, came in enumerate(self.came):
+                to, source = self._peers[hop]
+                end = HEADER_BYTES + self.counts[hop] * nbytes
                 cuts = [
                     slice(start, min(start + EAGER_BYTES, end))
                     for start in range(0, end, EAGER_BYTES)
@@ -216,7 +216,7 @@ class WireHeaders(Waitable):
         """Post this rank's header, with the values of ``load``; does not wait.
 
         ``sequence`` is the number of the header. ``sent`` says whether the kernel has
-        started the messages of the first step, see `exchange`.
+        started the messages of the first hop, see `exchange`.
         """
         nbytes = 0 if load is None else load.nbytes
         own = _HEADER.pack(sequence, run, digest, flags | nbytes << _FLAG_BITS)
@@ -268,16 +268,16 @@ class WireHeaders(Waitable):
         if not sent:
             self._write_message(own, load)
         self._travels = True
-        for step, receive in enumerate(self._receives):
-            first, sends, receives = requests[step]
-            if step or not sent:
+        for hop, receive in enumerate(self._receives):
+            first, sends, receives = requests[hop]
+            if hop or not sent:
                 first.Start()
                 receive.Start()
             behind = _started(sends)
             # Wait for the send, too, because the next message uses the same buffer.
             while not (receive.Test() and first.Test()):
                 yield
-            header = self._reads[step]()
+            header = self._reads[hop]()
             if not self._same or header != own:
                 # From now on this rank sends a header that reports the difference. It
                 # must still receive the values that follow the received header: if not,
@@ -285,12 +285,12 @@ class WireHeaders(Waitable):
                 self._same, load, requests = False, None, self._requests_for(0)
                 self._header[:] = _DIFFERENT
                 nbytes = max(0, _HEADER.unpack(header)[-1] >> _FLAG_BITS)
-                receives = self._requests_for(nbytes)[step][-1]
+                receives = self._requests_for(nbytes)[hop][-1]
             behind += _started(receives)
             while behind and not type(behind[0]).Testall(behind):
                 yield
             if load is not None:
-                load.take(step)
+                load.take(hop)
         self._travels = False
         if load is not None and finishes:
             load.finish()
@@ -336,27 +336,27 @@ class HeaderBlocks:
     def __init__(self, headers: WireHeaders, nbytes: int) -> None:
         self.nbytes, self.num_workers = nbytes, headers.num_workers
         self.in_order: list[Any] = []
-        # For each step of the header: destination and source of the received values
-        # that later steps send on.
+        # For each hop of the header: destination and source of the received values
+        # that later hops send on.
         self._copies: list[tuple[Any, Any]] = []
         if not headers.came:
             return
         largest = max(headers.counts)
         blocks = _cut(headers.out, largest, nbytes)
-        steps = zip(headers.counts, headers.came, strict=True)
-        for step, (count, came) in enumerate(steps):
-            # Later steps send only the first of the received values to other workers.
-            used = nbytes * max(0, min(count, largest - (1 << step)))
-            behind = headers.out[HEADER_BYTES + (nbytes << step) :]
+        hops = zip(headers.counts, headers.came, strict=True)
+        for hop, (count, came) in enumerate(hops):
+            # Later hops send only the first of the received values to other workers.
+            used = nbytes * max(0, min(count, largest - (1 << hop)))
+            behind = headers.out[HEADER_BYTES + (nbytes << hop) :]
             self._copies.append((behind[:used], came[HEADER_BYTES:][:used]))
-            blocks[1 << step :] = _cut(came, count, nbytes)
+            blocks[1 << hop :] = _cut(came, count, nbytes)
         # ``blocks`` has this worker's values first, then the next worker's, and so on.
         me, size = headers.worker, headers.num_workers
         self.in_order = [blocks[(worker - me) % size] for worker in range(size)]
 
-    def take(self, step: int) -> None:
-        """Copy the values received in a step into the buffer that later steps send."""
-        out, came = self._copies[step]
+    def take(self, hop: int) -> None:
+        """Copy the values received in a hop into the buffer that later hops send."""
+        out, came = self._copies[hop]
         out[...] = came
 
 

@@ -81,7 +81,7 @@ def choose(views: Sequence[View]) -> list[Gpu | None]:
     A rank gets the GPU that the program has named or chosen, or else the GPU that the
     rank had earlier, if no other rank has it. The remaining ranks that see the same
     list of GPUs get these GPUs in turn, first the GPUs that no rank has; a rank that
-    sees a single GPU gets it. A rank's entry is None if the rank sees no GPU, or does
+    sees a single GPU gets it. A rank's element is None if the rank sees no GPU, or does
     not see the GPU that the program has named.
     """
     everything = worker_gpus(views)
@@ -89,27 +89,27 @@ def choose(views: Sequence[View]) -> list[Gpu | None]:
     taken = {gpu.identity for gpu in result if gpu is not None}
     # Indices of the ranks for which the program has neither named nor chosen a GPU.
     free = [
-        place
-        for place, view in enumerate(views)
-        if result[place] is None and view.wanted is None and view.gpus
+        index
+        for index, view in enumerate(views)
+        if result[index] is None and view.wanted is None and view.gpus
     ]
-    for place in free:
-        view = views[place]
+    for index in free:
+        view = views[index]
         if view.earlier is not None and view.earlier < len(view.gpus):
             gpu = view.gpus[view.earlier]
             if gpu.identity not in taken:
-                result[place] = gpu
+                result[index] = gpu
                 taken.add(gpu.identity)
     turns: dict[tuple[Any, ...], list[int]] = {}
-    for place in free:
-        if result[place] is None:
-            seen = tuple(gpu.identity for gpu in views[place].gpus)
-            turns.setdefault(seen, []).append(place)
-    for seen, places in turns.items():
+    for index in free:
+        if result[index] is None:
+            seen = tuple(gpu.identity for gpu in views[index].gpus)
+            turns.setdefault(seen, []).append(index)
+    for seen, indices in turns.items():
         # Put the GPUs that no rank has first.
         order = sorted(range(len(seen)), key=lambda n: seen[n] in taken)
-        for turn, place in enumerate(places):
-            result[place] = views[place].gpus[order[turn % len(order)]]
+        for turn, index in enumerate(indices):
+            result[index] = views[index].gpus[order[turn % len(order)]]
     return result
 
 
@@ -225,17 +225,17 @@ def _look(rank: int, wanted: int | None) -> View:
     return View(rank, gpus, chosen, wanted, reason, _Taken.index)
 
 
-def foresee(place: int) -> None:
+def foresee(number: int) -> None:
     """Make a GPU current before MPI starts: the GPU that this rank will probably get.
 
-    ``place`` is the GPU number that the program has named, or this rank's index on its
+    ``number`` is the GPU number that the program has named, or this rank's index on its
     host. Does nothing if the program or a strategy has already chosen a GPU.
     """
     # MPI libraries may look for a CUDA context only at their start, and without it copy
     # through host memory (Open MPI 5: github.com/open-mpi/ompi/issues/13354).
     if _Taken.index is None and not library.current_gpu():
         gpus = library.visible_gpus()
-        own = gpus[place % len(gpus)]
+        own = gpus[number % len(gpus)]
         library.use(own.index)
         _Taken.index, _Taken.foreseen = own.index, True
 
@@ -278,11 +278,11 @@ def bind(
     assert own is not None
     _Taken.index, _Taken.foreseen = own.index, False
     # Compare PCI bus ids, which the MIG instances of a GPU share, as NCCL does.
-    places = [gpu.pci_bus_id.lower() for gpu in gpus if gpu is not None]
+    buses = [gpu.pci_bus_id.lower() for gpu in gpus if gpu is not None]
     return Binding(
         own,
         [gpu.identity for gpu in worker_gpus(views)].index(own.identity),
-        shared=places.count(own.pci_bus_id.lower()) > 1,
+        shared=buses.count(own.pci_bus_id.lower()) > 1,
     )
 
 

@@ -99,8 +99,8 @@ class Feeder:
             return [cupy.empty(array.shape, dtype) for array, dtype in kinds]
         staged = self._stage(nbytes)
         for start, array, dtype in zip(starts, arrays, dtypes, strict=True):
-            place = staged.memory[start : start + array.nbytes]
-            np.copyto(place.view(dtype).reshape(array.shape), array)
+            target = staged.memory[start : start + array.nbytes]
+            np.copyto(target.view(dtype).reshape(array.shape), array)
         piece = self._take(nbytes)
         cupy.cuda.runtime.memcpyAsync(
             address_of(piece.memory),

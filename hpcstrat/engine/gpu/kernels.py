@@ -185,8 +185,8 @@ def unpack(
         stored = results[group.indices[0]].dtype
         kernel = _kernel("unpack", stored.name, dtype.name)
         table = group.with_addresses(results, stored.itemsize)
-        place = address + group.start * size
-        _start(kernel, (table, place, divisor), group.size, size, stream)
+        first = address + group.start * size
+        _start(kernel, (table, first, divisor), group.size, size, stream)
 
 
 def add(one: Any, other: Any, out: Any, stream: Any) -> None:

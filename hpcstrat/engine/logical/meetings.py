@@ -13,7 +13,7 @@ from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import array_module, as_array
 from hpcstrat.engine.calls.gathers import started_gather
 from hpcstrat.engine.calls.replica_collectives import Collectives
-from hpcstrat.engine.context import ContextEntry, current, pop, push
+from hpcstrat.engine.context import ActiveContext, current, pop, push
 from hpcstrat.engine.logical.replica_sums import ReplicaSums
 from hpcstrat.engine.logical.turns import Act, Turns
 from hpcstrat.engine.options import CommunicationOptions, ReduceOp
@@ -66,7 +66,7 @@ class Meetings:
 
     The class has the methods of `Collectives`, for code in replica context: each
     replica of this rank makes the call, and receives its own result. ``ranks`` makes
-    the calls between ranks, and ``cross_entry`` is the cross-replica context in which
+    the calls between ranks, and ``cross_context`` is the cross-replica context in which
     ``ranks`` makes them.
     """
 
@@ -78,12 +78,12 @@ class Meetings:
         self,
         ranks: Collectives,
         sums: ReplicaSums,
-        cross_entry: ContextEntry,
+        cross_context: ActiveContext,
         listeners: Sequence[Listener],
     ) -> None:
         self._ranks = ranks
         self._sums = sums
-        self._cross_entry = cross_entry
+        self._cross_context = cross_context
         self.block = sums.block
         self.size = sums.order.num_replicas
         # One `Turns` per nested run (a run in a merged function), the innermost last.
@@ -133,8 +133,8 @@ class Meetings:
         is called in cross-replica context. Raises CollectiveError if another replica
         makes a different call.
         """
-        entry = current()
-        number = 0 if entry is None or entry.index is None else entry.index
+        active = current()
+        number = 0 if active is None or active.index is None else active.index
         inside = functools.partial(self._in_cross_context, act)
         for listener in self._listeners:
             listener.pause(number)
@@ -175,7 +175,7 @@ class Meetings:
             then(result, None)
 
     def _in_cross_context(self, act: Act, arguments: list[Any]) -> Sequence[Any]:
-        token = push(self._cross_entry)
+        token = push(self._cross_context)
         try:
             return act(arguments)
         finally:
@@ -257,7 +257,7 @@ class Meetings:
         options: CommunicationOptions | None = None,
         *,
         out: Tree = None,
-        part: bool = False,
+        in_pass: bool = False,
     ) -> EndedReduction:
         """Reduce before returning: replicas run in turns, so nothing can overlap."""
         return EndedReduction(self.reduce_in_call(op, trees, what, options, out=out))

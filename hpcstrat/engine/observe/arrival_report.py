@@ -131,8 +131,8 @@ class ArrivalReport:
     Parameters
     ----------
     replicas : tuple of ReplicaArrivals
-        One entry for each replica of the strategy, in order, or for each replica whose
-        numbers can be read.
+        One element for each replica of the strategy, in order, or for each replica
+        whose numbers can be read.
     """
 
     replicas: tuple[ReplicaArrivals, ...]
@@ -165,7 +165,7 @@ class ArrivalReport:
         Parameters
         ----------
         replica : ReplicaArrivals
-            An entry of this report.
+            An element of this report.
 
         Returns
         -------

@@ -168,22 +168,22 @@ def measure_links(
     return links
 
 
-def partner(place: int, count: int, turn: int) -> int | None:
+def partner(player: int, count: int, turn: int) -> int | None:
     """Return a player's partner in a round of a tournament, or None for a bye.
 
-    ``place`` is the number of the player, and ``turn`` is the number of the round. All
+    ``player`` is the number of the player, and ``turn`` is the number of the round. All
     ``count`` players meet each other once in ``count - 1`` rounds if ``count`` is even,
     and in ``count`` rounds if it is odd.
     """
     # By the circle method, the last player stays in place if the number of players is
     # even, and the other players rotate.
     circle = count - 1 + count % 2
-    if place == circle:
+    if player == circle:
         # The last player meets the player that the rule below would match with itself:
         # 2 * other == turn, modulo the circle.
         return turn * ((circle + 1) // 2) % circle
-    other = (turn - place) % circle
-    if other == place:
+    other = (turn - player) % circle
+    if other == player:
         other = circle
     return other if other < count else None
 

@@ -17,7 +17,7 @@ _said: set[str] = set()
 def warn_of_bindings(rank: int, masks: Sequence[CoreMasks]) -> None:
     """Warn, on the first rank of a host, if the host's ranks share too few cores.
 
-    ``masks`` has one entry for each rank of the host.
+    ``masks`` has one element for each rank of the host.
     """
     if rank or "bindings" in _said:
         return

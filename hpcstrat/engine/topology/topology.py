@@ -162,7 +162,7 @@ class Topology:
         self.replica_id: int = self.replica_comm.rank
         self.num_replicas: int = self.replica_comm.size
         self.worker_comm = self._split_worker(replicas_per_worker)
-        self._place_workers()
+        self._number_workers()
         self.worker_replicas: list[int] = self.worker_comm.allgather(self.replica_id)
         self.cross_worker_comm = self._made(
             self.replica_comm,
@@ -266,18 +266,18 @@ class Topology:
         node.Free()
         return worker
 
-    def _place_workers(self) -> None:
+    def _number_workers(self) -> None:
         """Number the workers in the order of their first replicas."""
         color = 0 if self.worker_comm.rank == 0 else self.mpi.UNDEFINED
         leaders = self._made(
             self.replica_comm, self.replica_comm.Split, color, self.replica_id
         )
-        place = None
+        number = None
         if leaders != self.mpi.COMM_NULL:
-            place = (leaders.rank, leaders.size)
-        self.worker_id, self.num_workers = self.worker_comm.bcast(place, root=0)
+            number = (leaders.rank, leaders.size)
+        self.worker_id, self.num_workers = self.worker_comm.bcast(number, root=0)
         self._comms.remove(leaders)
-        if place is not None:
+        if number is not None:
             leaders.Free()
 
     def status(self, index: int) -> memoryview:

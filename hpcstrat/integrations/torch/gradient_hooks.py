@@ -434,7 +434,7 @@ class Replicated:
         # Ranks compare this name. It contains the bucket's number, so that they never
         # sum different buckets after an error on one replica.
         what = f"{_WHAT}, bucket {self._plan.index(bucket)}"
-        return start(self.op, arrays, what, out=outs, part=True)
+        return start(self.op, arrays, what, out=outs, in_pass=True)
 
     @torchs_stream()
     def _reduce(
@@ -458,7 +458,7 @@ class Replicated:
             collectives.batch_reduce(self.op, arrays, _WHAT, out=outs)
         else:
             started = collectives.start_reduce(
-                self.op, arrays, _WHAT, out=outs, part=True
+                self.op, arrays, _WHAT, out=outs, in_pass=True
             )
 
         @torchs_stream()

@@ -102,7 +102,7 @@ class LogicalReplicated(Replicated):
         if strategy.meetings is not None:
             strategy.meetings.meet(_WHAT, act, None)
             return
-        token = push(strategy.cross_entry)
+        token = push(strategy.cross_context)
         try:
             act([None])
         finally:

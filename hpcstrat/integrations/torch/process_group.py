@@ -255,7 +255,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         def begin() -> Any:
             held, arrays, op = self._sum_of(tensors, reduction)
             given, start = _alone_or_all(arrays), self.collectives.start_in_call
-            return held, arrays, start(op, given, "all_reduce", out=given, part=True)
+            return held, arrays, start(op, given, "all_reduce", out=given, in_pass=True)
 
         with torch.no_grad(), _recorded("all_reduce"), torchs_stream():
             held, arrays, started = self.collectives.call("all_reduce", begin)

@@ -90,7 +90,7 @@ class Worker:
 
         Return whether the coordinator closed the strategy before it ended.
         """
-        token = push(self._strategy.cross_entry)
+        token = push(self._strategy.cross_context)
         try:
             while self._ended is None:
                 self._take_messages()

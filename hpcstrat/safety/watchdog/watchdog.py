@@ -24,7 +24,7 @@ from typing import Any
 
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waiting import Waiting
-from hpcstrat.engine.logs import get_logger, place
+from hpcstrat.engine.logs import get_logger, rank_on_host
 from hpcstrat.engine.settings import Settings
 from hpcstrat.safety import hang_file
 from hpcstrat.safety.uncaught import print_last_lines
@@ -237,7 +237,7 @@ def end_process(reason: str) -> None:
 
     Call this from a thread other than the main thread.
     """
-    os.write(2, f"hpcstrat: {place()} ends the job: {reason}\n".encode())
+    os.write(2, f"hpcstrat: {rank_on_host()} ends the job: {reason}\n".encode())
     hang_file.add_event("end", reason=reason)
     print_last_lines()
     # Flush in another thread, because the main thread may hold a lock of sys.stdout.

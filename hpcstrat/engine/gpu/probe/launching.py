@@ -122,11 +122,11 @@ def find_launcher(
     folders = [p / "bin" for lib in _library_folders() for p in lib.parents]
     # Do not resolve sys.executable: it may be a link from a virtual environment, which
     # has an mpirun, to the system's Python.
-    places = [*map(str, folders), str(Path(sys.executable).parent), None]
+    searched = [*map(str, folders), str(Path(sys.executable).parent), None]
     family, others = _family(library_version), []
-    for place in places:
+    for folder in searched:
         for name in ("mpirun", "mpiexec"):
-            path = shutil.which(name, path=place or environment.get("PATH"))
+            path = shutil.which(name, path=folder or environment.get("PATH"))
             if path is None or path in others:
                 continue
             found = _family(_version(path, tuple(sorted(environment.items()))))

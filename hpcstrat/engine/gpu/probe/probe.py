@@ -250,10 +250,10 @@ def _started(
         # Use a new folder for Open MPI's session directories, which are named by
         # process numbers: a directory left by a killed launcher would stop a later
         # launcher with the same number (see hpcstrat.testing.job).
-        places = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
+        names = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
         ended = launch(
             [*command, folder],
-            {**environment, **dict.fromkeys(places, folder)},
+            {**environment, **dict.fromkeys(names, folder)},
             folder,
             limit_seconds=limit_seconds,
             num_ranks=num_ranks,

@@ -96,8 +96,8 @@ class _TrialRank:
     def _device(self, values: np.ndarray[Any, Any]) -> Any:
         """Return new GPU memory that contains these values; the copy has ended."""
         memory, runtime = plain_memory(values.nbytes), self._runtime
-        place, source = memory.data.ptr, values.ctypes.data
-        runtime.memcpy(place, source, values.nbytes, runtime.memcpyHostToDevice)
+        target, source = memory.data.ptr, values.ctypes.data
+        runtime.memcpy(target, source, values.nbytes, runtime.memcpyHostToDevice)
         runtime.deviceSynchronize()
         return memory
 
@@ -110,8 +110,8 @@ class _TrialRank:
         """Return the first difference of GPU memory from expected values, as text."""
         seen, runtime = np.empty_like(expected), self._runtime
         runtime.deviceSynchronize()
-        place, source = seen.ctypes.data, memory.data.ptr
-        runtime.memcpy(place, source, seen.nbytes, runtime.memcpyDeviceToHost)
+        target, source = seen.ctypes.data, memory.data.ptr
+        runtime.memcpy(target, source, seen.nbytes, runtime.memcpyDeviceToHost)
         return _difference(seen, expected)
 
     # The operations; each method returns an error text, or an empty string.
@@ -170,8 +170,8 @@ class _TrialRank:
 def _difference(seen: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> str:
     if np.array_equal(seen, expected):
         return ""
-    place = int(np.flatnonzero(seen != expected)[0])
-    return f"element {place} is {seen[place]}, not {expected[place]},"
+    index = int(np.flatnonzero(seen != expected)[0])
+    return f"element {index} is {seen[index]}, not {expected[index]},"
 
 
 def library_version() -> str:

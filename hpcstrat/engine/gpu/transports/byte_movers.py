@@ -87,14 +87,14 @@ class StagedMover:
         other ranks copy the previous chunk to their GPUs.
         """
         chunks = _chunks_of([source.nbytes for source in sources], self._chunk_bytes)
-        places, lane = self._passed, self.lane
+        buffers, lane = self._passed, self.lane
         if self._comm.rank == root:
             _copy_all(results, sources, lane)
             done = [self._chunk_down(chunks, 0, sources)]
             for number, spans in enumerate(chunks):
                 done.append(self._chunk_down(chunks, number + 1, sources))
                 yield done[number]
-                yield from self._cast(places[number % 2], spans, root)
+                yield from self._cast(buffers[number % 2], spans, root)
             return
         # Before a host buffer is overwritten, wait for the copies from it to the GPU:
         # at first the copies of an earlier call, then the copies of the chunk before
@@ -102,7 +102,7 @@ class StagedMover:
         free = deque([lane.done(), lane.done()])
         for number, spans in enumerate(chunks):
             yield free.popleft()
-            host = places[number % 2]
+            host = buffers[number % 2]
             yield from self._cast(host, spans, root)
             for index, start, stop, at in spans:
                 self._up(results[index][start:stop], host[at:])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from hpcstrat.engine.arrays.kinds import place_of
+from hpcstrat.engine.arrays.kinds import device_of
 from hpcstrat.engine.channel.call import describe_call
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import HEADER, EveryRankError, WaitSteps
@@ -86,10 +86,10 @@ class DeviceGroup:
         """Raise ValueError unless an array is on this rank's GPU."""
         gpu = self.topology.gpu
         # An empty array may be on any GPU.
-        if gpu is not None and array.size and place_of(array) != f"GPU:{gpu.index}":
+        if gpu is not None and array.size and device_of(array) != f"GPU:{gpu.index}":
             raise ValueError(
                 f"expected an array on this rank's GPU:{gpu.index}, found one on "
-                f"{place_of(array)}; make the strategy before the first array, or "
+                f"{device_of(array)}; make the strategy before the first array, or "
                 f"choose cupy.cuda.Device({gpu.index})"
             )
 

@@ -5,10 +5,10 @@ reductions of GPU memory are not used, because they are often missing, slow, or 
 
 Small arrays are summed by recursive doubling (Thakur, Rabenseifner and Gropp 2005,
 doi:10.1177/1094342005051521). If ``p`` is a power of two, each of ``p`` ranks sends its
-whole array in each of ``log2 p`` steps. If not, the surplus ranks send their arrays to
-other ranks before the first step, and get the sums after the last step.
+whole array in each of ``log2 p`` hops. If not, the surplus ranks send their arrays to
+other ranks before the first hop, and get the sums after the last hop.
 Larger arrays are summed by a ring, in which each rank sends about twice the bytes of
-its array to one neighbor, in ``2 (p - 1)`` steps (Patarasuk and Yuan 2009,
+its array to one neighbor, in ``2 (p - 1)`` hops (Patarasuk and Yuan 2009,
 doi:10.1016/j.jpdc.2008.09.002). The array is cut into chunks, so that one chunk is
 added while the next chunks are sent.
 
@@ -159,13 +159,13 @@ class MpiTransport:
     def _by_ring(self, values: Any, function: np.ufunc) -> WaitSteps:
         """Sum by a ring: send segments to the next rank, in chunks that overlap.
 
-        In step ``t`` rank ``r`` sends segment ``r - t`` and receives ``r - t - 1``. In
-        the first ``p - 1`` steps, the rank adds the received values to its own values.
-        In the other steps, it receives sums directly into ``values``. A flight is the
-        transfer of one chunk in one step. Flights begin in order; ``window`` flights
-        are in progress, at most as many as a step has chunks. Therefore, two flights
-        have ended before a flight begins: the flight one step before, which received
-        the values to send, and the flight ``p - 1`` steps before, which sent the old
+        In hop ``t`` rank ``r`` sends segment ``r - t`` and receives ``r - t - 1``. In
+        the first ``p - 1`` hops, the rank adds the received values to its own values.
+        In the other hops, it receives sums directly into ``values``. A flight is the
+        transfer of one chunk in one hop. Flights begin in order; ``window`` flights
+        are in progress, at most as many as a hop has chunks. Therefore, two flights
+        have ended before a flight begins: the flight one hop before, which received
+        the values to send, and the flight ``p - 1`` hops before, which sent the old
         values of the chunk to receive into.
         """
         size, rank = self._size, self._rank
@@ -191,13 +191,13 @@ class MpiTransport:
                     yield self.lane.done()
             if flight >= 2 * adding:
                 continue
-            step, chunk = divmod(flight, chunks)
-            own = theirs = part(rank - step - 1, chunk)
+            hop, chunk = divmod(flight, chunks)
+            own = theirs = part(rank - hop - 1, chunk)
             if flight < adding and own.nbytes:
-                place = flight % window * room
-                theirs = self._scratch[place : place + own.nbytes].view(values.dtype)
+                at = flight % window * room
+                theirs = self._scratch[at : at + own.nbytes].view(values.dtype)
             messages = self._receive(theirs, (rank - 1) % size)
-            messages += self._send(part(rank - step, chunk), (rank + 1) % size)
+            messages += self._send(part(rank - hop, chunk), (rank + 1) % size)
             flights.append((messages, own, theirs))
 
     def _chunks(self, values: Any) -> int:

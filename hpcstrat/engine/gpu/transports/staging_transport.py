@@ -66,7 +66,7 @@ class StagingTransport:
         self._values: Any = None
         self._pinned = Buffers(pinned_memory)
         # The page-locked buffer of even parts, and the buffer of odd parts.
-        self._places: tuple[Array, ...] = ()
+        self._in_turn: tuple[Array, ...] = ()
 
     def choosing(self, choose: _Choose) -> StagingTransport:
         """Return a transport with the same buffers and another function ``choose``.
@@ -82,10 +82,10 @@ class StagingTransport:
         del count
         self._values = self._buffers.get("values", nbytes)
         nbytes = max(1, min(nbytes, self._part_bytes))
-        if self._places and self._places[0].size < nbytes:
+        if self._in_turn and self._in_turn[0].size < nbytes:
             # Keep the old buffers: the previous call may still copy from them.
-            self.lane.keep(self._places)
-        self._places = tuple(self._pinned.get(n, nbytes) for n in range(2))
+            self.lane.keep(self._in_turn)
+        self._in_turn = tuple(self._pinned.get(n, nbytes) for n in range(2))
 
     def reduce(self, work: Work, channel: Channel) -> WaitSteps:
         """Reduce all pieces of the work.
@@ -120,7 +120,7 @@ class StagingTransport:
         Yields the host buffer of each part, and the step that waits for the copy.
         """
         for number, (run, part) in enumerate(parts):
-            host = self._places[number % 2][: part.nbytes].view(run.dtype)
+            host = self._in_turn[number % 2][: part.nbytes].view(run.dtype)
             address, stream = host.ctypes.data, self.lane.stream
             part.data.copy_to_host_async(address, part.nbytes, stream)
             yield host, self.lane.done()
@@ -142,7 +142,7 @@ class StagingTransport:
 
     def close(self) -> None:
         """Free the buffers; all calls must have ended."""
-        self._values, self._places = None, ()
+        self._values, self._in_turn = None, ()
         self._pinned.clear()
         self._buffers.clear()
 

@@ -125,7 +125,7 @@ class RankFile:
     def read(cls, path: str) -> RankFile | None:
         """Read a file's metadata; return None if it has no clock measurement."""
         names: dict[str, str] = {}
-        place, base_ns, samples = (0, 0), 0, []
+        process, base_ns, samples = (0, 0), 0, []
         for event in read_events(path, '"ph": "M"'):
             args = event["args"]
             if event["name"] == CLOCK_EVENT:
@@ -134,14 +134,14 @@ class RankFile:
                 samples.append(Sample(*times))
             elif "name" in args and event["name"] not in names:
                 names[event["name"]] = args["name"]
-                place = event["pid"], event["tid"]
+                process = event["pid"], event["tid"]
         if not samples:
             return None
 
         return cls(
             path=path,
-            pid=place[0],
-            tid=place[1],
+            pid=process[0],
+            tid=process[1],
             process=names.get("process_name", ""),
             thread=names.get("thread_name", ""),
             base_ns=base_ns,

@@ -1,4 +1,4 @@
-"""A pipeline that runs several algorithms together, so that the network stays busy."""
+"""Several sums that run at the same time, so that the network stays busy."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections import deque
 
 from hpcstrat.engine.channel.waitable import Waitable, WaitSteps
 
-__all__ = ["Pipeline"]
+__all__ = ["ConcurrentSums"]
 
 _MOST_UNDER_WAY = 4
 
 
 class _Flow(Waitable):
-    """One algorithm of a pipeline, as a `Waitable` that waits for its end."""
+    """One of several sums, as a `Waitable` that waits for its end."""
 
-    def __init__(self, steps: WaitSteps, pipeline: Pipeline) -> None:
-        self._steps, self._pipeline = steps, pipeline
+    def __init__(self, steps: WaitSteps, sums: ConcurrentSums) -> None:
+        self._steps, self._sums = steps, sums
         # Number of steps begun, and the `Waitable` awaited now (None at the end).
         self.num_begun = 0
         self.awaited: Waitable | None = None
@@ -27,11 +27,11 @@ class _Flow(Waitable):
 
     def agreed(self) -> bool:
         """Advance all algorithms; return whether this algorithm has ended."""
-        self._pipeline.advance()
+        self._sums.advance()
         return self.awaited is None
 
 
-class Pipeline:
+class ConcurrentSums:
     """Runs several algorithms together, each with the same steps on all ranks.
 
     An algorithm begins its step ``n`` only after all earlier algorithms have begun
