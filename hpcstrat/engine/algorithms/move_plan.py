@@ -32,7 +32,7 @@ from hpcstrat.engine.channel.wire_headers import HeaderBlocks, carried_bytes
 from hpcstrat.engine.native import load
 from hpcstrat.engine.typing import Array
 
-__all__ = ["MovePlan", "hand_over"]
+__all__ = ["MovePlan", "copy_own_blocks", "hand_over"]
 
 _TAG = 23
 # Ranks read streams from this size on in each other's memory, instead of copying them
@@ -98,6 +98,8 @@ class MovePlan:
             call.digest,
             self._new if large else None,
             self._reads(len(sources), len(results)),
+            _numbers([source for source, _ in blocks.copies], ranks),
+            _numbers([*(b for _, b in blocks.copies), *blocks.zeros], ranks),
         )
         self._kernel = KernelCall(channel, call, one, sent)
 
@@ -109,6 +111,7 @@ class MovePlan:
         channel = self._channel
         most = max(*counts, channel.topology.num_replicas)
         large = self._blocks.nbytes >= _LEAST_READ_BYTES and most < _MOST_READ_ARRAYS
+        large = large and self._blocks.readable
         return large and channel.wire is None and channel.reads_memory
 
     def _new(self) -> list[Array]:
@@ -185,6 +188,7 @@ class MovePlan:
         i, j = blocks.own
         if i >= 0 and not any(b.rank == self._me for b in self._takes):
             octets[j][...] = _octets(flats[i])
+        copy_own_blocks(blocks, flats, into)
         for block, target in zip(self._takes, targets, strict=True):
             if block.num_chunks > 1:
                 _rows(octets[block.array], block)[...] = target.reshape(
@@ -255,9 +259,13 @@ class MovePlan:
             sends = dict[int, Array]()
             for rank, (low, high) in blocks.spans.items():
                 sends[rank] = own[low:high]
+            ends = dict[int, int]()
             for block in self._takes:
-                came[block.rank] = np.empty(block.nbytes, np.uint8)
-                first[block.rank] = block.offset
+                rank, end = block.rank, block.offset + block.nbytes
+                first[rank] = min(block.offset, first.get(rank, block.offset))
+                ends[rank] = max(end, ends.get(rank, end))
+            for rank, end in ends.items():
+                came[rank] = np.empty(end - first[rank], np.uint8)
             yield HEADER
             comm.exchange(sends, came, _TAG)
         for block, target in zip(self._takes, targets, strict=True):
@@ -382,6 +390,21 @@ def _octets(array: Array) -> Array:
 def _same(one: Array, other: Array) -> bool:
     """Return whether two contiguous arrays are the same memory."""
     return one.nbytes == other.nbytes and one.ctypes.data == other.ctypes.data
+
+
+def copy_own_blocks(
+    blocks: MoveBlocks, arrays: Sequence[Array], results: Sequence[Array]
+) -> None:
+    """Copy the blocks that this rank has itself, and fill others with zeros.
+
+    The arrays and the results are contiguous.
+    """
+    for source, result in blocks.copies:
+        values = _rows(_octets(arrays[source.array]), source)
+        target = _rows(_octets(results[result.array]), result)
+        target[...] = values.reshape(target.shape)
+    for block in blocks.zeros:
+        _rows(_octets(results[block.array]), block)[...] = 0
 
 
 def _rows(octets: Array, block: Block) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hpcstrat.engine.algorithms.mapped_memory import MappedMemory
 from hpcstrat.engine.calls.cross_device_ops import CrossDeviceOps
+from hpcstrat.engine.calls.field_moves import FieldMoves
 from hpcstrat.engine.calls.moves import Moves
 from hpcstrat.engine.calls.object_collectives import ObjectCollectives
 from hpcstrat.engine.calls.part_reductions import PartReductions
@@ -33,6 +34,7 @@ class Collectives(ObjectCollectives):
         self.moves = moves = Moves(self)
         self.ops = ops or CrossDeviceOps()
         self.parts = PartReductions(moves)
+        self.fields = FieldMoves(self)
         self._reductions = Reductions(moves, self.ops, options)
         # Reductions by other algorithms, if a program calls a CrossDeviceOps itself.
         self._by_others: dict[CrossDeviceOps, Reductions] = {}
@@ -77,5 +79,6 @@ class Collectives(ObjectCollectives):
         super().close()
         self.moves.close()
         self.parts.close()
+        self.fields.close()
         for reductions in (self._reductions, *self._by_others.values()):
             reductions.close()
