@@ -52,8 +52,8 @@ class Addition(NamedTuple):
     array: int
     # The rows of the result.
     rows: range
-    # The position of the first value in the array of contributions.
-    first: int
+    # The first value, and the end, in the flat array of contributions.
+    values: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,8 @@ def halo_adjoint_blocks(
             taken = Block(rank, 2 * i + 1, 0, first, sent.nbytes)
             transfers.append(_Transfer(rank, owner, sent, taken))
             if owner == me and sent.nbytes:
-                additions.append(Addition(i, run.rows, first // size))
+                values = first // size, filled[owner] // size
+                additions.append(Addition(i, run.rows, values))
         if me in line:
             counts[i] = filled[me] // size
     return _blocks(transfers, [], len(shapes), me), additions, counts

@@ -19,7 +19,6 @@ import numpy as np
 
 from hpcstrat.engine.algorithms.blocks import Block, MoveBlocks
 from hpcstrat.engine.algorithms.kernel_call import (
-    SMALL_BYTES,
     KernelCall,
     SentValues,
     cached_piece_bytes,
@@ -36,8 +35,12 @@ __all__ = ["MovePlan", "copy_own_blocks", "hand_over"]
 
 _TAG = 23
 # Ranks read streams from this size on in each other's memory, instead of copying them
-# through the places of the rings: each byte is copied once. Below, this is slower.
-_LEAST_READ_BYTES = 512 << 10
+# through the places of the rings: each byte is copied once. Below, this is slower. Two
+# ranks exchange 256 KiB in 40 us instead of 62, and broadcast them in 38 instead of 58.
+_LEAST_READ_BYTES = 256 << 10
+# Results from this size on use recycled memory; the kernel allocates smaller ones. The
+# Python code of the recycler takes 10 us, longer than the allocation of 1 MiB.
+_LEAST_RECYCLED_BYTES = 4 << 20
 _MOST_READ_ARRAYS = 2000
 # Streams begin at multiples of this size in a header between workers.
 _ALIGNMENT_BYTES = 16
@@ -84,7 +87,7 @@ class MovePlan:
             ranks = [worker for worker, _ in wire.where]
         if kernel is None:
             return
-        large = max((like.nbytes for like in result_likes), default=0) >= SMALL_BYTES
+        longest = max((like.nbytes for like in result_likes), default=0)
         one = load().move(
             kernel,
             _numbers(self._puts, ranks),
@@ -96,7 +99,7 @@ class MovePlan:
             piece_bytes,
             call,
             call.digest,
-            self._new if large else None,
+            self._new if longest >= _LEAST_RECYCLED_BYTES else None,
             self._reads(len(sources), len(results)),
             _numbers([source for source, _ in blocks.copies], ranks),
             _numbers([*(b for _, b in blocks.copies), *blocks.zeros], ranks),

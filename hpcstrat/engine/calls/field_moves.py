@@ -17,7 +17,6 @@ import numpy as np
 
 from hpcstrat.engine.algorithms.blocks import MoveBlocks
 from hpcstrat.engine.algorithms.field_blocks import (
-    Addition,
     Halo,
     Lines,
     Shapes,
@@ -92,8 +91,9 @@ class FieldMoves:
             repeat_nothing if kernel is None else kernel.repeater() for _ in range(3)
         )
         # How an adjoint adds the values of pads, by its arguments, and by the shapes
-        # and dtypes of its arrays: for the last plan that was made for these.
-        self._additions: dict[Any, Sequence[Addition]] = {}
+        # and dtypes of its arrays: for the last plan that was made for these. Each
+        # addition has an array, the index of rows of its sum, and a slice of values.
+        self._additions: dict[Any, Sequence[tuple[int, Any, slice]]] = {}
 
     def close(self) -> None:
         """Forget the plans, which hold shared memory."""
@@ -172,14 +172,14 @@ class FieldMoves:
         if found is None:
             given = axis, width, periodic, lines
             return self._halo_adjoint(tree, name, given, what)
-        return self._added(found, (name, (tree.shape,), (tree.dtype,)), axis)[0]
+        return self._added(found, (name, (tree.shape,), (tree.dtype,)))[0]
 
     @collective
     def _halo_adjoint(self, tree: Tree, name: Any, given: Any, what: str) -> Tree:
         found = self._repeat(self._repeat_adjoint, what, name, tree, True)
         if found is not None:
             key: Any = name, (tree.shape,), (tree.dtype,)
-            return self._added(found, key, given[0])[0]
+            return self._added(found, key)[0]
         halo, lines = _checked_halo(*given[:3]), given[3]
         arrays, structure = _fields(tree, what, halo.axis)
         arrays = [to_reducible(array) for array in arrays]
@@ -205,7 +205,11 @@ class FieldMoves:
             blocks, additions, counts = halo_adjoint_blocks(
                 shapes, sizes, halo, lines, self.rank
             )
-            self._additions[key] = additions
+            before = (slice(None),) * halo.axis
+            self._additions[key] = [
+                (i, (*before, slice(rows.start, rows.stop)), slice(*values))
+                for i, rows, values in additions
+            ]
             kinds: _Kinds = []
             for array, count in zip(arrays, counts, strict=True):
                 kinds.append((_longer(array.shape, halo.axis, -pads), array.dtype))
@@ -216,24 +220,20 @@ class FieldMoves:
         text, fields = _halo_text(what, halo), (arrays, structure)
         check = functools.partial(_halo_problem, halo=halo, pads=pads)
         found = self._move(text, fields, lines, (plan, check), kept)
-        return unflatten(structure, self._added(found, key, halo.axis))
+        return unflatten(structure, self._added(found, key))
 
-    def _added(self, found: Sequence[Array], key: Any, axis: int) -> list[Array]:
+    def _added(self, found: Sequence[Array], key: Any) -> list[Array]:
         """Add the values of pads to the own rows, in an order that all ranks know."""
-        owns, pads = list(found[::2]), list(found[1::2])
-        halves = [is_half(own.dtype) for own in owns]
-        sums = [
-            own.astype(np.float32) if half else own
-            for own, half in zip(owns, halves, strict=True)
-        ]
-        for i, added, first in self._additions[key]:
-            at = slice(added.start, added.stop)
-            rows = sums[i][(slice(None),) * axis + (at,)]
-            rows += pads[i][first : first + rows.size].reshape(rows.shape)
-        return [
-            one.astype(own.dtype) if half else one
-            for one, own, half in zip(sums, owns, halves, strict=True)
-        ]
+        sums = list(found[::2])
+        halves = [i for i, own in enumerate(sums) if is_half(own.dtype)]
+        for i in halves:
+            sums[i] = sums[i].astype(np.float32)
+        for i, rows, values in self._additions[key]:
+            target = sums[i][rows]
+            target += found[2 * i + 1][values].reshape(target.shape)
+        for i in halves:
+            sums[i] = sums[i].astype(found[2 * i].dtype)
+        return sums
 
     def transpose(
         self,
