@@ -106,7 +106,7 @@ def _terms(ones: list[Array], others: list[Array]) -> Array:
     """Return the terms of the inner product of two lists of arrays, as a flat array."""
     return np.concatenate(
         [
-            np.ravel(np.conj(one) * other).astype(np.result_type(one, other, 'f8'))
+            np.ravel(np.conj(one) * other).astype(np.result_type(one, other, "f8"))
             for one, other in zip(ones, others, strict=True)
         ]
     )

@@ -27,7 +27,12 @@ from hpcstrat.engine.algorithms.field_blocks import (
 )
 from hpcstrat.engine.algorithms.move_plan import copy_own_blocks
 from hpcstrat.engine.arrays.casting import is_half
-from hpcstrat.engine.arrays.kinds import as_array, is_device, to_reducible
+from hpcstrat.engine.arrays.kinds import (
+    array_module,
+    as_array,
+    is_device,
+    to_reducible,
+)
 from hpcstrat.engine.calls.moves import repeat_nothing
 from hpcstrat.engine.calls.object_collectives import ObjectCollectives
 from hpcstrat.engine.calls.repeated_moves import Move, RepeatedMoves
@@ -290,31 +295,54 @@ class FieldMoves:
         found = self._move(text, fields, lines, (plan, check), kept)
         return unflatten(structure, list(found))
 
+    @collective
     def gather(self, array: Array, axis: int, what: str) -> tuple[Array, list[int]]:
         """Concatenate the ranks' arrays; return also the lengths along the axis."""
         array = as_array(array)
+        _check_axes([array], what, axis)
         own = np.full((1,) * array.ndim, array.shape[axis], np.int64)
         calls: Any = self.collectives
         whole, lengths = calls.all_gather([array, own], axis, what)
         return whole, lengths.reshape(-1).tolist()
 
     def gather_adjoint(
-        self, tree: Tree, axis: int, lengths: Sequence[int], what: str
-    ) -> Tree:
-        """Return this rank's part of the sum of all ranks' arrays along an axis."""
-        calls: Any = self.collectives
-        leaves, structure = flatten(calls.batch_reduce(ReduceOp.SUM, tree, what))
+        self, array: Array, axis: int, lengths: Sequence[int], what: str
+    ) -> Array:
+        """Return this rank's part, along an axis, of the sum of all ranks' arrays."""
         start = sum(lengths[: self.rank])
         rows = (slice(None),) * axis + (slice(start, start + lengths[self.rank]),)
-        return unflatten(structure, [leaf[rows].copy() for leaf in leaves])
+        own: Array = self._total(array, what)[rows].copy()
+        return own
 
-    def broadcast_adjoint(self, tree: Tree, root: int, what: str) -> Tree:
-        """Return the sum of all ranks' arrays on the root, and zeros elsewhere."""
+    @collective
+    def broadcast(self, array: Array, root: int, what: str) -> Array:
+        """Return the root's array on every rank."""
+        self._check_root(root)
         calls: Any = self.collectives
-        leaves, structure = flatten(calls.batch_reduce(ReduceOp.SUM, tree, what))
-        if self.rank != root:
-            leaves = [np.zeros_like(leaf) for leaf in leaves]
-        return unflatten(structure, leaves)
+        found: Array = calls.broadcast(array, root, what)
+        return found
+
+    @collective
+    def broadcast_adjoint(self, array: Array, root: int, what: str) -> Array:
+        """Return the sum of all ranks' arrays on the root, and zeros elsewhere."""
+        self._check_root(root)
+        total = self._total(array, what)
+        if self.rank == root:
+            return total
+        zeros: Array = array_module(total).zeros_like(total)
+        return zeros
+
+    def _total(self, array: Array, what: str) -> Array:
+        calls: Any = self.collectives
+        total: Array = calls.batch_reduce(ReduceOp.SUM, array, what)
+        return total
+
+    def _check_root(self, root: int) -> None:
+        if not _is_int(root) or not 0 <= root < self.size:
+            raise ValueError(
+                f"expected a position from 0 to {self.size - 1}, found {root!r}; "
+                "change it"
+            )
 
     def _repeat(
         self, repeat: Any, what: str, name: Any, tree: Tree, *nested: bool
@@ -404,6 +432,16 @@ def _fields(tree: Tree, what: str, *axes: Any) -> tuple[list[Array], Any]:
     if not leaves:
         raise ValueError(f"expected an array for {what}, found {tree!r}; pass one")
     arrays = [as_array(leaf) for leaf in leaves]
+    if any(map(is_device, arrays)):
+        raise NotImplementedError(
+            f"expected arrays in host memory for {what}, found one on a GPU; copy it "
+            "to the host"
+        )
+    _check_axes(arrays, what, *axes)
+    return arrays, structure
+
+
+def _check_axes(arrays: Sequence[Array], what: str, *axes: Any) -> None:
     for axis, array in itertools.product(axes, arrays):
         if not _is_int(axis):
             raise TypeError(f"expected an integer as axis, found {axis!r}; change it")
@@ -412,12 +450,6 @@ def _fields(tree: Tree, what: str, *axes: Any) -> tuple[list[Array], Any]:
                 f"expected 0 <= axis < {array.ndim}, the dimensions of the array for "
                 f"{what}, found axis {axis}; change it"
             )
-        if is_device(array):
-            raise NotImplementedError(
-                f"expected arrays in host memory for {what}, found one on a GPU; copy "
-                "it to the host"
-            )
-    return arrays, structure
 
 
 def _longer(shape: tuple[int, ...], axis: int, more: int) -> tuple[int, ...]:
