@@ -18,11 +18,15 @@ cores that share a cache, and for cores that do not.
 The calls named ``strategy`` and ``context`` are those of users, which return new
 arrays; the calls named ``into arrays`` fill arrays that exist, as torch's process group
 and Horovod's functions need. In ``exchange`` each rank sends an array to each of its
-two neighbors in a ring, which are one rank if there are two ranks.
+two neighbors in a ring, which are one rank if there are two ranks. In ``halo`` each
+rank gets its rows of a field, which is not periodic, between one row of each neighbor.
+mpi4py receives these rows in an array that exists, into which the own rows are copied;
+the last column leaves out the copy.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -44,6 +48,8 @@ Array = np.ndarray[Any, np.dtype[np.float32]]
 SIZES = "4,4KiB,64KiB,256KiB,1MiB,4MiB"
 GLOO = "torch gloo"
 ROOT = 0
+# Rows of each rank's part of a field, in `Calls.halo`.
+HALO_ROWS = 16
 # Gloo has separate rounds, because other calls took longer right after a gloo call.
 GLOO_SHARE = 0.25
 
@@ -284,6 +290,45 @@ class Calls:
     ) -> Callable[[], object]:
         return lambda: self.moves.exchange(sends, found, "exchange")
 
+    def halo(self) -> Iterator[Way]:
+        """Exchange the first and last of a field's rows, one row of this size each."""
+        comm: Any = self.comm
+        neighbors = [
+            (rank, own, pad)
+            for rank, own, pad in ((self.rank - 1, 0, 0), (self.rank + 1, -1, -1))
+            if 0 <= rank < self.size
+        ]
+        shape = self.size, HALO_ROWS, self.length
+        field = self._numbers(0, length=math.prod(shape)).reshape(shape)
+        own = self._given(field[self.rank].copy())
+        right = np.zeros((HALO_ROWS + 2, self.length), np.float32)
+        right[1:-1] = field[self.rank]
+        for rank, _, pad in neighbors:
+            right[pad] = field[rank][-1 if rank < self.rank else 0]
+        padded, edges = np.zeros_like(right), np.zeros((2, self.length), np.float32)
+        kept, fields = [padded], self.strategy.collectives.fields
+
+        def to_new() -> None:
+            kept[0] = fields.halo(own, 0, 1)
+
+        def to_padded() -> None:
+            for rank, own_row, pad in neighbors:
+                comm.Sendrecv(own[own_row], rank, 0, padded[pad], rank, 0)
+            padded[1:-1] = own
+            for pad in {0, -1} - {pad for _, _, pad in neighbors}:
+                padded[pad] = 0
+
+        def to_edges() -> None:
+            for rank, own_row, pad in neighbors:
+                comm.Sendrecv(own[own_row], rank, 0, edges[pad], rank, 0)
+
+        base = "mpi4py, Sendrecv and copy"
+        yield Way("hpcstrat, new array", to_new, lambda: kept, [right], base)
+        yield Way(base, to_padded, lambda: [padded], [right])
+        wanted = [right[pad] for _, _, pad in neighbors]
+        found = [edges[pad] for _, _, pad in neighbors]
+        yield Way("mpi4py, Sendrecv of edges", to_edges, lambda: found, wanted)
+
     def gather(self) -> Iterator[Way]:
         """Gather one array of each replica on the first replica."""
         every = [self._numbers(rank) for rank in range(self.size)]
@@ -400,6 +445,7 @@ KINDS: dict[str, Callable[[Calls], Iterator[Way]]] = {
     "broadcast": Calls.broadcast,
     "all_to_all": Calls.all_to_all,
     "exchange": Calls.exchange,
+    "halo": Calls.halo,
     "gather": Calls.gather,
     "scatter": Calls.scatter,
     "reduce_scatter": Calls.reduce_scatter,

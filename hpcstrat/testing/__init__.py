@@ -3,8 +3,11 @@
 ``run(n, function, *args)`` calls a function on n ranks and returns their results;
 ``launch(n, command)`` runs a whole program. Both end every process that they started,
 even after an error. If the time limit is reached, both show the stacks of each rank.
+
+``check_adjoint(forward, adjoint, *shapes)`` is the dot-product test of an adjoint.
 """
 
+from hpcstrat.testing.adjoints import check_adjoint
 from hpcstrat.testing.launcher import launch_command
 from hpcstrat.testing.runner import Finished, RankFailure, RankTimeout, launch, run
 
@@ -12,6 +15,7 @@ __all__ = [
     "Finished",
     "RankFailure",
     "RankTimeout",
+    "check_adjoint",
     "launch",
     "launch_command",
     "run",

@@ -55,6 +55,13 @@ class MoveBlocks:
     # may be the same memory; else (-1, -1). If ``takes`` has no block of this rank,
     # the whole array is copied.
     own: tuple[int, int] = (-1, -1)
+    # Values that this rank copies itself: pairs of a block of a source and a block of a
+    # result, of equal sizes.
+    copies: Sequence[tuple[Block, Block]] = ()
+    # Blocks of results that are filled with zeros.
+    zeros: Sequence[Block] = ()
+    # Whether ranks may read each other's blocks in place: the same on every rank.
+    readable: bool = True
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -19,7 +19,6 @@ import numpy as np
 
 from hpcstrat.engine.algorithms.blocks import Block, MoveBlocks
 from hpcstrat.engine.algorithms.kernel_call import (
-    SMALL_BYTES,
     KernelCall,
     SentValues,
     cached_piece_bytes,
@@ -33,11 +32,15 @@ from hpcstrat.engine.channel.wire_headers import HeaderBlocks, carried_bytes
 from hpcstrat.engine.native import load
 from hpcstrat.engine.typing import Array
 
-__all__ = ["MovePlan", "hand_over"]
+__all__ = ["MovePlan", "copy_own_blocks", "hand_over"]
 
 # Ranks read streams from this size on in each other's memory, instead of copying them
-# through the places of the rings: each byte is copied once. Below, this is slower.
-_LEAST_READ_BYTES = 512 << 10
+# through the places of the rings: each byte is copied once. Below, this is slower. Two
+# ranks exchange 256 KiB in 40 us instead of 62, and broadcast them in 38 instead of 58.
+_LEAST_READ_BYTES = 256 << 10
+# Results from this size on use recycled memory; the kernel allocates smaller ones. The
+# Python code of the recycler takes 10 us, longer than the allocation of 1 MiB.
+_LEAST_RECYCLED_BYTES = 4 << 20
 _MOST_READ_ARRAYS = 2000
 # Streams begin at multiples of this size in a header between workers.
 _ALIGNMENT_BYTES = 16
@@ -84,7 +87,7 @@ class MovePlan:
             ranks = [worker for worker, _ in wire.where]
         if kernel is None:
             return
-        large = max((like.nbytes for like in result_likes), default=0) >= SMALL_BYTES
+        longest = max((like.nbytes for like in result_likes), default=0)
         one = load().move(
             kernel,
             _numbers(self._puts, ranks),
@@ -96,8 +99,10 @@ class MovePlan:
             piece_bytes,
             call,
             call.digest,
-            self.new_results if large else None,
+            self.new_results if longest >= _LEAST_RECYCLED_BYTES else None,
             self._reads(len(sources), len(results)),
+            _numbers([source for source, _ in blocks.copies], ranks),
+            _numbers([*(b for _, b in blocks.copies), *blocks.zeros], ranks),
         )
         self._kernel = KernelCall(channel, call, one, sent)
 
@@ -109,6 +114,7 @@ class MovePlan:
         channel = self._channel
         most = max(*counts, channel.topology.num_replicas)
         large = self._blocks.nbytes >= _LEAST_READ_BYTES and most < _MOST_READ_ARRAYS
+        large = large and self._blocks.readable
         return large and channel.wire is None and channel.reads_memory
 
     def new_results(self) -> list[Array]:
@@ -192,6 +198,7 @@ class MovePlan:
         i, j = blocks.own
         if i >= 0 and not any(b.rank == self._me for b in self._takes):
             octets[j][...] = _octets(flats[i])
+        copy_own_blocks(blocks, flats, into)
         for block, target in zip(self._takes, targets, strict=True):
             if block.num_chunks > 1:
                 _rows(octets[block.array], block)[...] = target.reshape(
@@ -343,6 +350,21 @@ def _numbers(blocks: Sequence[Block], ranks: Sequence[int]) -> Array:
 def _octets(array: Array) -> Array:
     """Return the bytes of a contiguous array, as a flat array."""
     return array.reshape(-1).view(np.uint8) if array.size else np.empty(0, np.uint8)
+
+
+def copy_own_blocks(
+    blocks: MoveBlocks, arrays: Sequence[Array], results: Sequence[Array]
+) -> None:
+    """Copy the blocks that this rank has itself, and fill others with zeros.
+
+    The arrays and the results are contiguous.
+    """
+    for source, result in blocks.copies:
+        values = _rows(_octets(arrays[source.array]), source)
+        target = _rows(_octets(results[result.array]), result)
+        target[...] = values.reshape(target.shape)
+    for block in blocks.zeros:
+        _rows(_octets(results[block.array]), block)[...] = 0
 
 
 def _rows(octets: Array, block: Block) -> Array:

@@ -22,7 +22,6 @@ from hpcstrat.engine.arrays.recycling import Recycler
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.waitable import LengthsDifferError
 from hpcstrat.engine.typing import Array
-from hpcstrat.errors import CollectiveError
 
 __all__ = ["Move", "RepeatedMoves"]
 
@@ -176,7 +175,7 @@ class RepeatedMoves:
                 kind.change()
         with channel.moving(move.call) as comm:
             lengths = move.exchange(comm)
-        if isinstance(lengths, CollectiveError):
+        if isinstance(lengths, Exception):
             # All ranks raise this error.
             channel.failures.told_at = channel.num_calls
             raise lengths

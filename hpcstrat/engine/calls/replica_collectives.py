@@ -9,6 +9,7 @@ from typing import Any
 
 from hpcstrat.engine.algorithms.mapped_memory import MappedMemory
 from hpcstrat.engine.calls.cross_device_ops import CrossDeviceOps
+from hpcstrat.engine.calls.field_moves import FieldMoves
 from hpcstrat.engine.calls.gathers import Gathers
 from hpcstrat.engine.calls.moves import Moves
 from hpcstrat.engine.calls.part_reductions import PartReductions
@@ -47,6 +48,7 @@ class Collectives:
         self.ops = ops or CrossDeviceOps()
         self._gathers, self.moves = Gathers(self), Moves(self)
         self.parts = PartReductions(self)
+        self.fields = FieldMoves(self)
         self._reductions = Reductions(self, self.ops, options)
         # Reductions by other algorithms, if a program calls a CrossDeviceOps itself.
         self._by_others: dict[CrossDeviceOps, Reductions] = {}
@@ -183,5 +185,6 @@ class Collectives:
         self._gathers.close()
         self.moves.close()
         self.parts.close()
+        self.fields.close()
         for reductions in (self._reductions, *self._by_others.values()):
             reductions.close()

@@ -368,6 +368,11 @@ struct sum {
     block *puts, *takes;
     int num_puts, num_takes, own_source, own_result, own_taken;
     size_t put, taken;
+    /* The blocks that this rank copies itself: block i of `from`, of a source, to block i of `to`,
+     * of a result. It fills the other blocks of `to` with zeros. `kept_bytes`: the bytes of `to`. */
+    block *from, *to;
+    int num_from, num_to;
+    size_t kept_bytes;
     /* For a call that combines parts, see `Scatter`: the type of the parts, and the number of
      * elements of the longest part. `put`, `taken` and `piece` then count elements. */
     const type *of;
@@ -589,10 +594,12 @@ static void copy_block(const sum *s, const block *b, char *array, char *place, s
                        int takes) {
     size_t low = b->offset > start ? b->offset : start, high = b->offset + b->chunk * b->count;
     if (high > start + s->piece) high = start + s->piece;
+    if (low >= high) return;
+    size_t behind = low - b->offset, within = behind % b->chunk;
+    char *begin = array + b->at + behind / b->chunk * b->stride;
     while (low < high) {
-        size_t behind = low - b->offset, number = behind / b->chunk, within = behind % b->chunk;
         size_t count = b->chunk - within < high - low ? b->chunk - within : high - low;
-        char *in_array = array + b->at + number * b->stride + within, *in_place = place + low - start;
+        char *in_array = begin + within, *in_place = place + low - start;
         char *to = takes ? in_array : in_place, *from = takes ? in_place : in_array;
         if (count >= CHUNK)
             copy(to, from, count, s->form & (takes ? STREAM_RESULTS : STREAM_PLACES));
@@ -600,7 +607,33 @@ static void copy_block(const sum *s, const block *b, char *array, char *place, s
             memcpy(to, from, 8);
         else
             memcpy(to, from, count);
-        low += count;
+        low += count, begin += b->stride, within = 0;
+    }
+}
+
+/* Copy the blocks that this rank has itself, and fill blocks of its results with zeros. */
+static void keep_blocks(const sum *s) {
+    for (int i = 0; i < s->num_to; i++) {
+        const block *b = s->to + i, *own = i < s->num_from ? s->from + i : NULL;
+        char *to = s->entries[b->array].target + b->at;
+        const char *from = own ? s->entries[own->array].source + own->at : NULL;
+        /* Bytes that are left of the present chunks, and in all. */
+        size_t room = b->chunk, left = own ? own->chunk : b->chunk, rest = b->chunk * b->count;
+        while (rest) {
+            size_t count = room < left ? room : left;
+            if (!from)
+                memset(to, 0, count);
+            else if (count == 8)
+                memcpy(to, from, 8);
+            else
+                memcpy(to, from, count);
+            rest -= count, room -= count, left -= count;
+            to += count, from += from ? count : 0;
+            if (!rest) break;
+            if (!room) to += b->stride - b->chunk, room = b->chunk;
+            if (!left && own) from += own->stride - own->chunk;
+            if (!left) left = own ? own->chunk : b->chunk;
+        }
     }
 }
 
@@ -628,6 +661,7 @@ static void take_blocks(sum *s) {
     if (!s->taken && s->own_source >= 0 && !s->own_taken && !here)
         copy(s->entries[s->own_result].target, s->entries[s->own_source].source,
              s->entries[s->own_source].count, s->form & STREAM_RESULTS);
+    if (!s->taken) keep_blocks(s);
     s->taken += s->piece;
     if (s->form & STREAM_RESULTS) FENCE();
 }
@@ -655,6 +689,7 @@ static int read_blocks(sum *s) {
     if (s->own_source >= 0 && !s->own_taken && !here)
         memcpy(s->entries[s->own_result].target, s->entries[s->own_source].source,
                s->entries[s->own_source].count);
+    keep_blocks(s);
     for (int shift = 0; shift < k->size; shift++) {
         /* Begin with the own values, then read from all ranks at the same time. */
         int rank = (k->rank + shift) % k->size;
@@ -1014,8 +1049,9 @@ static unsigned long enter(kernel *k, PyObject *what) {
 /* Continue a call. The interpreter lock is released for large arrays, or if ranks are late. Other
  * threads then see that this thread is in a call. */
 static int go_on(sum *s, long looks) {
-    int found = s->nbytes < UNLOCKED_FROM ? advance(s, looks < 100 ? looks : 100) : 0;
-    if (s->state != IDLE && (s->nbytes >= UNLOCKED_FROM || (found && looks > 100))) {
+    int large = s->nbytes >= UNLOCKED_FROM || s->kept_bytes >= UNLOCKED_FROM;
+    int found = large ? 0 : advance(s, looks < 100 ? looks : 100);
+    if (s->state != IDLE && (large || (found && looks > 100))) {
         unsigned long outer = enter(s->kernel, s->kept[WHAT]);
         PyThreadState *thread = PyEval_SaveThread();
         found = advance(s, looks);
@@ -1209,8 +1245,8 @@ static void sum_dealloc(PyObject *self) {
     for (int i = 0; i < NUM_KEPT; i++) Py_XDECREF(s->kept[i]);
     PyMem_Free(s->buckets);
     PyMem_Free(s->entries);
-    PyMem_Free(s->puts);
-    PyMem_Free(s->takes);
+    block *blocks[] = {s->puts, s->takes, s->from, s->to};
+    for (int i = 0; i < 4; i++) PyMem_Free(blocks[i]);
     ((freefunc)PyType_GetSlot(class, Py_tp_free))(self);
     Py_DECREF(class);
 }
@@ -1312,9 +1348,10 @@ static size_t bytes_of(PyObject *list, Py_ssize_t i) {
 }
 
 /* Read blocks from a buffer of int64 with seven numbers for each. Return NULL with an error unless
- * every block lies in its array, and in the stream. One more block is allocated, so that the result
- * is not NULL. */
-static block *blocks_from(PyObject *numbers, PyObject *likes, const sum *s, int *count) {
+ * every block lies in its array, and in a stream of `nbytes`. One more block is allocated, so that
+ * the result is not NULL. */
+static block *blocks_from(PyObject *numbers, PyObject *likes, const sum *s, size_t nbytes,
+                          int *count) {
     Py_buffer view;
     if (PyObject_GetBuffer(numbers, &view, PyBUF_SIMPLE)) return NULL;
     const int64_t *from = view.buf;
@@ -1332,7 +1369,7 @@ static block *blocks_from(PyObject *numbers, PyObject *likes, const sum *s, int 
         good = !__builtin_mul_overflow(b->count - 1, b->stride, &last) &&
                !__builtin_mul_overflow(b->count, b->chunk, &whole) && b->at <= room &&
                last <= room && b->chunk <= room && b->at + last + b->chunk <= room &&
-               whole <= s->nbytes && b->offset <= s->nbytes - whole;
+               whole <= nbytes && b->offset <= nbytes - whole;
     }
     PyBuffer_Release(&view);
     if (!good) {
@@ -1345,17 +1382,19 @@ static block *blocks_from(PyObject *numbers, PyObject *likes, const sum *s, int 
 }
 
 /* move(kernel, puts, takes, nbytes, own_source, own_result, likes, result_likes, piece_bytes, call,
- * digest, allocate, direct): return an object like a Sum for calls that move data. Each rank has a stream of
- * bytes, at most `nbytes` long: the blocks `puts` of its arrays. It takes the blocks `takes` from the
- * streams of all ranks into its results. If `direct` is true, they read each other's arrays. */
+ * digest, allocate, direct, from, to): return an object like a Sum for calls that move data. Each rank
+ * has a stream of bytes, at most `nbytes` long: the blocks `puts` of its arrays. It takes the blocks
+ * `takes` from the streams of all ranks into its results. If `direct` is true, they read each other's
+ * arrays. It copies the blocks `from` of its arrays to the blocks `to` of its results, of equal sizes,
+ * and fills the other blocks of `to` with zeros. */
 static PyObject *make_move(PyObject *Py_UNUSED(module), PyObject *args) {
-    PyObject *owner, *puts, *takes, *likes, *result_likes, *call, *allocate;
+    PyObject *owner, *puts, *takes, *likes, *result_likes, *call, *allocate, *from, *to;
     Py_ssize_t nbytes, piece;
     int own_source, own_result, direct;
     unsigned long long digest;
-    if (!PyArg_ParseTuple(args, "O!OOniiO!O!nOKOp", kernel_type, &owner, &puts, &takes, &nbytes,
+    if (!PyArg_ParseTuple(args, "O!OOniiO!O!nOKOpOO", kernel_type, &owner, &puts, &takes, &nbytes,
                           &own_source, &own_result, &PyList_Type, &likes, &PyList_Type,
-                          &result_likes, &piece, &call, &digest, &allocate, &direct))
+                          &result_likes, &piece, &call, &digest, &allocate, &direct, &from, &to))
         return NULL;
     kernel *k = (kernel *)owner;
     Py_ssize_t num_arrays = PyList_Size(likes), num_results = PyList_Size(result_likes);
@@ -1373,9 +1412,11 @@ static PyObject *make_move(PyObject *Py_UNUSED(module), PyObject *args) {
     s->own_source = own_source, s->own_result = own_result;
     size_t most = (size_t)(num_arrays > num_results ? num_arrays : num_results);
     s->entries = PyMem_Calloc(most + 1, sizeof *s->entries);
-    s->puts = blocks_from(puts, likes, s, &s->num_puts);
-    s->takes = s->puts ? blocks_from(takes, result_likes, s, &s->num_takes) : NULL;
-    if (!s->entries || !s->takes) {
+    s->puts = blocks_from(puts, likes, s, s->nbytes, &s->num_puts);
+    s->takes = s->puts ? blocks_from(takes, result_likes, s, s->nbytes, &s->num_takes) : NULL;
+    s->from = s->takes ? blocks_from(from, likes, s, SIZE_MAX, &s->num_from) : NULL;
+    s->to = s->from ? blocks_from(to, result_likes, s, SIZE_MAX, &s->num_to) : NULL;
+    if (!s->entries || !s->to) {
         if (!PyErr_Occurred()) PyErr_NoMemory();
         Py_DECREF(self);
         return NULL;
@@ -1386,6 +1427,16 @@ static PyObject *make_move(PyObject *Py_UNUSED(module), PyObject *args) {
         if (i < (size_t)num_results) s->entries[i].written = bytes_of(result_likes, (Py_ssize_t)i);
     }
     for (int i = 0; i < s->num_takes; i++) s->own_taken |= s->takes[i].rank == k->rank;
+    int fits = s->num_from <= s->num_to;
+    for (int i = 0; i < s->num_to; i++) {
+        size_t size = s->to[i].chunk * s->to[i].count;
+        s->kept_bytes += size;
+        fits = fits && (i >= s->num_from || size == s->from[i].chunk * s->from[i].count);
+    }
+    if (!fits) {
+        Py_DECREF(self);
+        return PyErr_Format(PyExc_ValueError, "expected copies between blocks of equal sizes");
+    }
     if (own_source >= 0 && s->entries[own_source].count != s->entries[own_result].written) {
         Py_DECREF(self);
         return PyErr_Format(PyExc_ValueError, "expected own arrays of equal sizes");

@@ -7,6 +7,7 @@ require("jax", "0.5.3")
 
 # ruff: noqa: E402
 from hpcstrat.engine.logical.threads import let_xla_wait
+from hpcstrat.integrations.jax import inside
 from hpcstrat.integrations.jax.collective_calls import (
     all_gather,
     all_reduce,
@@ -30,5 +31,6 @@ __all__ = [
     "broadcast",
     "cross_replica",
     "global_mean",
+    "inside",
     "state",
 ]

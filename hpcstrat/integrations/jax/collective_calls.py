@@ -19,7 +19,15 @@ from hpcstrat.integrations.jax.primitive import (
 )
 from hpcstrat.integrations.jax.xla_handler import DTYPES
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "global_mean", "leaf_names"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "checked",
+    "global_mean",
+    "leaf_names",
+    "to_leaf",
+]
 
 
 def all_reduce(tree: Tree, op: ReduceOp | str, strategy: Any) -> Tree:
@@ -71,11 +79,11 @@ def all_reduce(tree: Tree, op: ReduceOp | str, strategy: Any) -> Tree:
     >>> print(step({"w": jnp.ones(2)})["w"])
     [1. 1.]
     """
-    parsed = _checked(strategy, "all_reduce", ReduceOp.parse, op)
+    parsed = checked(strategy, "all_reduce", ReduceOp.parse, op)
     kind = parsed.name.lower()
 
     def convert(leaf: Any) -> Any:
-        leaf = _to_leaf(leaf)
+        leaf = to_leaf(leaf)
         # Bfloat16 is known to NumPy here, so that this raises the usual errors.
         to_reducible(np.empty(0, leaf.dtype), parsed)
         if kind == "mean" and jnp.issubdtype(leaf.dtype, jnp.integer):
@@ -137,7 +145,7 @@ def global_mean(tree: Tree, count: Any, strategy: Any) -> Tree:
             )
         return number
 
-    number = _checked(strategy, "global_mean", check)
+    number = checked(strategy, "global_mean", check)
     sums, total = all_reduce((tree, number), "sum", strategy)
 
     def divided(leaf: Any) -> Any:
@@ -174,7 +182,7 @@ def all_gather(tree: Tree, axis: int, strategy: Any) -> Tree:
     """
 
     def convert(leaf: Any) -> Any:
-        leaf = _to_leaf(leaf)
+        leaf = to_leaf(leaf)
         if not 0 <= axis < leaf.ndim:
             raise ValueError(
                 f"expected 0 <= axis < {leaf.ndim}, the dimensions of the array to "
@@ -215,8 +223,8 @@ def broadcast(tree: Tree, root: int, strategy: Any) -> Tree:
                 f"expected a root from 0 to {count - 1}, found {root}; change it"
             )
 
-    _checked(strategy, "broadcast", check)
-    return _exchanged(tree, _to_leaf, strategy, "broadcast", root)
+    checked(strategy, "broadcast", check)
+    return _exchanged(tree, to_leaf, strategy, "broadcast", root)
 
 
 def leaf_names(paths: list[Any]) -> tuple[str, ...]:
@@ -227,7 +235,8 @@ def leaf_names(paths: list[Any]) -> tuple[str, ...]:
     return tuple(jax.tree_util.keystr(path) for path in paths)
 
 
-def _to_leaf(leaf: Any) -> Any:
+def to_leaf(leaf: Any) -> Any:
+    """Return a leaf as an array; raise ValueError for dtypes that are not exchanged."""
     array = jnp.asarray(leaf)
     if array.dtype not in DTYPES.values():
         raise ValueError(
@@ -248,12 +257,12 @@ def _exchanged(
         names = leaf_names([path for path, _ in named])
         return names, [convert(leaf) for _, leaf in named], structure
 
-    names, leaves, structure = _checked(strategy, what, prepare)
+    names, leaves, structure = checked(strategy, what, prepare)
     exchange = TreeOperation(strategy, kind, names, place)
     return structure.unflatten(bind(exchange, leaves))
 
 
-def _checked(strategy: Any, what: str, function: Any, *args: Any) -> Any:
+def checked(strategy: Any, what: str, function: Any, *args: Any) -> Any:
     """Call a function that checks arguments; if it fails, all replicas raise errors."""
     try:
         return function(*args)

@@ -119,6 +119,16 @@ class TreeOperation:
             lengths[self.place] //= self.strategy.num_replicas_in_sync
         return tuple(lengths)
 
+    @property
+    def keeps_shapes(self) -> bool:
+        """Whether each result has the shape of its leaf on all replicas."""
+        return self.kind not in ("gather", "part")
+
+    def transposed(self) -> TreeOperation:
+        """Return the operation of the gradient."""
+        kind = _TRANSPOSED.get(self.kind, self.kind)
+        return dataclasses.replace(self, kind=kind)
+
     def results(self, leaves: list[Array], outs: list[Array] | None) -> list[Array]:
         """Make the call, and return the results, in ``outs`` if given; collective."""
         require_replica_context(self.strategy, self.what)
@@ -329,7 +339,7 @@ def _inside(
     if (channel := exchange.strategy.collectives.channel) is not None:
         channel.elsewhere = _await_others
     # Let results use the memory of arguments, so that XLA need not copy the arguments.
-    count = 0 if exchange.kind in ("gather", "part") else len(operands)
+    count = len(operands) if exchange.keeps_shapes else 0
     rule = jax.ffi.ffi_lowering(
         target,
         has_side_effect=True,
@@ -406,8 +416,7 @@ def _backward(cotangents: Any, *leaves: Any, exchange: TreeOperation) -> list[An
     """Return the gradient of the sum of all replicas' results."""
     del leaves
     cotangents = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
-    kind = _TRANSPOSED.get(exchange.kind, exchange.kind)
-    return bind(dataclasses.replace(exchange, kind=kind), cotangents)
+    return bind(exchange.transposed(), cotangents)
 
 
 def _refuse_vmap(leaves: Any, dims: Any, *, exchange: TreeOperation) -> Any:

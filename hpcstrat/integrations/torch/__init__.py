@@ -7,6 +7,7 @@ require("torch", "2.4")
 
 # ruff: noqa: E402
 import hpcstrat.integrations.torch.at_import  # noqa: F401
+from hpcstrat.integrations.torch import inside
 from hpcstrat.integrations.torch.batch_norm import SyncBatchNorm
 from hpcstrat.integrations.torch.environment import init_env
 from hpcstrat.integrations.torch.module_state import state
@@ -18,6 +19,7 @@ __all__ = [
     "SyncBatchNorm",
     "global_mean",
     "init_env",
+    "inside",
     "no_sync",
     "replicate",
     "state",

@@ -132,6 +132,19 @@ def _combine(a: _Arguments) -> _Call:
     return lambda: call(np.add, array, a.root, "reduce_to"), False
 
 
+def _halo(a: _Arguments) -> _Call:
+    shape, width = (a.length, 3), 1
+    if a.which < 2:
+        shape = (a.length, 3 + a.wrong)
+    elif a.which < 4:
+        width += a.wrong
+    dtype = a.other_dtype() if a.which >= 4 else a.dtype
+    fields, value = a.domain.strategy.collectives.fields, np.zeros(shape, dtype)
+    if a.which % 2:
+        return lambda: fields.halo(value, 0, width), False
+    return lambda: fields.halo(value, axis=0, width=(width, 0)), False
+
+
 def _gather_new(a: _Arguments) -> _Call:
     shape: tuple[int, ...] = (a.length, 3)
     dtype, axis = a.dtype, 0
@@ -224,6 +237,7 @@ MISTAKES: list[Callable[[_Arguments], _Call]] = [
     _reduce_scatter,
     _combine,
     _start_gather,
+    _halo,
     _gather_new,
     _broadcast_new,
     _object,

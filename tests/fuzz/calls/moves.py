@@ -23,6 +23,7 @@ from tests.fuzz.calls.arrays import (
     window,
 )
 from tests.fuzz.calls.domain import Domain, Failed, Recipe, compare
+from tests.fuzz.calls.fields import FIELDS
 
 __all__ = ["MOVES", "AllGather", "Gather"]
 
@@ -425,5 +426,6 @@ MOVES: list[type[Any]] = [
     Exchange,
     ReduceScatter,
     Combine,
+    *FIELDS,
 ]
-"""The kinds of calls of `Moves`."""
+"""The kinds of calls of `Moves`, and of calls like these."""

@@ -466,6 +466,26 @@ class _Hooked(hs.CrossDeviceOps):
         return super().reduce_implementation(*given)
 
 
+def _neighbors(self: Case, step: int) -> list[float]:
+    """Return the numbers of the ranks before and after this one; 0 outside."""
+    ranks = self.rank - 1, self.rank + 1
+    return [self.own(step, r) if 0 <= r < self.size else 0.0 for r in ranks]
+
+
+def _halo_right(self: Case, step: int) -> Any:
+    before, after = _neighbors(self, step)
+    return np.array([before, *[self.own(step)] * 4, after])
+
+
+def _halo_adjoint_right(self: Case, step: int) -> Any:
+    return self.own(step) + np.array(_neighbors(self, step))
+
+
+def _transposed(self: Case, step: int) -> Any:
+    rows = np.full((2, self.size), self.own(step))
+    return self.strategy.collectives.fields.transpose(rows, 0, 1)
+
+
 CALLS: dict[str, type[Case]] = {
     "all_reduce": reduced(16),
     "all_reduce_tree": replica(
@@ -554,6 +574,27 @@ CALLS: dict[str, type[Case]] = {
         lambda self, step: np.full(4, self.own(step, (self.rank - 1) % self.size)),
     ),
     "all_to_all": cross("all_to_all", _all_to_all, _of_all(2)),
+    "halo": cross(
+        "halo",
+        lambda self, step: self.strategy.collectives.fields.halo(
+            array_of(4)(self, step), 0, 1
+        ),
+        _halo_right,
+    ),
+    "halo_adjoint": cross(
+        "halo adjoint",
+        lambda self, step: self.strategy.collectives.fields.halo_adjoint(
+            array_of(4)(self, step), 0, 1
+        ),
+        _halo_adjoint_right,
+    ),
+    "transpose": cross(
+        "transpose",
+        _transposed,
+        lambda self, step: np.repeat(
+            [self.own(step, rank) for rank in range(self.size)], 2
+        )[:, None],
+    ),
     "all_gather_into": cross("gather into", _gathered_into(3), _of_all(3)),
     # Ranks read such arrays in each other's memory.
     "all_gather_large": cross("large", _gathered_into(70_000), _of_all(70_000)),

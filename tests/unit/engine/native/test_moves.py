@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from hpcstrat.engine import native
 from hpcstrat.engine.algorithms.blocks import MoveBlocks, gathered_blocks, sent_blocks
+from hpcstrat.engine.algorithms.field_blocks import Halo, halo_blocks
 from hpcstrat.engine.native import type_codes
 from tests.unit.kernel_sums import DONE, TYPES, Worker, drawn, same_bits, wanted
+from tests.whole_fields import halo_of, parts_of
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +43,11 @@ def _move(
         np.array(some, np.int64).reshape(-1) for some in (blocks.puts, blocks.takes)
     )
     how = puts, takes, blocks.nbytes, *blocks.own, list(sources), list(results)
+    copied = [source for source, _ in blocks.copies]
+    kept = [*(result for _, result in blocks.copies), *blocks.zeros]
+    own = (np.array(some, np.int64).reshape(-1) for some in (copied, kept))
     return worker.module.move(
-        worker.kernels[rank], *how, piece, "call", 7, None, worker.reads
+        worker.kernels[rank], *how, piece, "call", 7, None, worker.reads, *own
     )
 
 
@@ -116,6 +121,34 @@ def _all_to_all(worker: Worker, draw: random.Random) -> tuple[Any, Callable[[], 
     return calls, check
 
 
+def _halo(worker: Worker, draw: random.Random) -> tuple[Any, Callable[[], None]]:
+    ranks, axis = range(len(worker.kernels)), draw.randint(0, 2)
+    shape = [draw.randint(1, 6) for _ in range(3)]
+    lengths = [draw.choice([0, 1, 3, 500]) for _ in ranks]
+    width = draw.randint(0, 4), draw.choice([0, 2, 300])
+    periodic = draw.random() < 0.5 and max(width) <= sum(lengths)
+    shape[axis] = sum(lengths)
+    whole = np.random.default_rng(draw.getrandbits(32)).random(shape)
+    parts = [np.ascontiguousarray(p) for p in parts_of(whole, axis, lengths)]
+    right = [
+        halo_of(whole, axis, lengths, rank, width, periodic=periodic) for rank in ranks
+    ]
+    results = [np.full_like(one, -1) for one in right]
+    piece, calls = draw.choice([64, 4096, 65536]), []
+    shapes, halo = [(part.shape,) for part in parts], Halo(axis, *width, periodic)
+    for rank in ranks:
+        blocks = halo_blocks(shapes, (8,), halo, (tuple(ranks),), rank)
+        if worker.reads and not blocks.readable:
+            return _halo(worker, draw)
+        given = [parts[rank]], [results[rank]]
+        calls.append((_move(worker, rank, blocks, *given, piece), *given))
+
+    def check() -> None:
+        np.testing.assert_equal(results, right)
+
+    return calls, check
+
+
 def _scatter(worker: Worker, draw: random.Random) -> tuple[Any, Callable[[], None]]:
     ranks, dtype = range(len(worker.kernels)), draw.choice(TYPES)
     sizes = [draw.choice([0, 1, 7, 3000]) for _ in ranks]
@@ -157,7 +190,7 @@ def test_moves_are_numpys(kernel: ModuleType, seed: int, ranks: int) -> None:
     worker = Worker(kernel, ranks, draw.choice([256 << 10, 1 << 20]))
     if draw.random() < 0.5:
         worker.read_arrays()
-    kinds = [_gather, _all_to_all, _scatter]
+    kinds = [_gather, _all_to_all, _scatter, _halo]
     made = [draw.choice(kinds)(worker, draw) for _ in range(3)]
     _run(worker, draw, [calls for calls, _ in made])
     for _, check in made:
@@ -176,12 +209,41 @@ def test_blocks_outside_of_their_arrays_are_refused(kernel: ModuleType) -> None:
     ]
     for block in (good, *wrong):
         puts, none = np.array(block, np.int64), np.empty(0, np.int64)
-        how = puts, none, 10, -1, -1, [array], [], 64, "call", 7, None, False
+        how = (
+            puts,
+            none,
+            10,
+            -1,
+            -1,
+            [array],
+            [],
+            64,
+            "call",
+            7,
+            None,
+            False,
+            none,
+            none,
+        )
         if block is good:
             worker.module.move(worker.kernels[0], *how)
             continue
         with pytest.raises(ValueError, match="blocks that lie in their arrays"):
             worker.module.move(worker.kernels[0], *how)
+
+
+def test_copies_between_blocks_of_other_sizes_are_refused(kernel: ModuleType) -> None:
+    worker, array = Worker(kernel, 2), np.zeros(10, np.uint8)
+    none, whole = np.empty(0, np.int64), np.array((0, 0, 0, 0, 10, 1, 0))
+    rows = np.array((0, 0, 0, 1, 3, 3, 3)), np.array((0, 0, 0, 0, 2, 5, 2))
+    how = none, none, 0, -1, -1, [array], [array.copy()], 64, "call", 7, None, False
+    for copied, kept in ((none, none), (none, whole), (whole, rows[1]), (whole, whole)):
+        worker.module.move(worker.kernels[0], *how, copied, kept)
+    for copied, kept in ((whole, rows[0]), (whole, none)):
+        with pytest.raises(ValueError, match="blocks of equal sizes"):
+            worker.module.move(worker.kernels[0], *how, copied, kept)
+    with pytest.raises(ValueError, match="blocks that lie in their arrays"):
+        worker.module.move(worker.kernels[0], *how, none, whole + 1)
 
 
 def test_memory_of_another_process_is_not_read(kernel: ModuleType) -> None:

@@ -240,7 +240,8 @@ def test_gather_for_which_one_rank_has_no_memory(
     with monkeypatch.context() as patch:
         if job.rank == faulty:
             patch.setattr(MovePlan, "new_results", no_memory)
-        rows = np.ones((2000 + more * job.rank, 3))
+        # Smaller results are allocated by the kernel.
+        rows = np.ones((100_000 + more * job.rank, 3))
         error = outcome(strategy.gather, rows, 0)
     assert_only_one_failed(error, MemoryError, faulty, job)
     assert_usable(strategy, job)
