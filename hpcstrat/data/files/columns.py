@@ -1,8 +1,8 @@
 """Columns of files, whose rows are read with few and large system calls.
 
 If an array is contiguous in the file, one call of ``preadv`` reads a run of adjacent
-rows. Other arrays are read in slabs, such as the chunks of a compressed dataset; a
-cache keeps slabs for the next batches.
+rows. Other arrays are read in blocks, such as the chunks of a compressed dataset; a
+cache keeps blocks for the next batches.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from hpcstrat.engine.native import load_reader
 from hpcstrat.engine.typing import Array
 
 __all__ = [
+    "BlockCache",
+    "BlockColumn",
     "Column",
     "ContiguousColumn",
     "DecodedColumn",
     "PaddedColumn",
-    "SlabCache",
-    "SlabColumn",
 ]
 
 # If reading takes longer than this per row, apart from the copying, the file is not in
@@ -138,15 +138,15 @@ def _read_row(fd: int, line: memoryview, place: int) -> bool:
     return True
 
 
-class SlabCache:
-    """The most recently used slabs of a data set's files, up to a number of bytes.
+class BlockCache:
+    """The most recently used blocks of a data set's files, up to a number of bytes.
 
-    If several threads request a slab, one loads it, and the others wait for it.
+    If several threads request a block, one loads it, and the others wait for it.
     """
 
     def __init__(self, most_bytes: int = 64 << 20) -> None:
         self._most_bytes = most_bytes
-        # Reuse slabs' memory: page faults of new memory cost as much as the unpacking.
+        # Reuse blocks' memory: page faults of new memory cost as much as the unpacking.
         self._memory = Recycler()
         self._kept: OrderedDict[Any, Array] = OrderedDict()
         self._bytes = 0
@@ -174,41 +174,41 @@ class SlabCache:
         return found
 
     def holds(self, key: Any) -> bool:
-        """Return whether a slab is in the cache, or is being loaded."""
+        """Return whether a block is in the cache, or is being loaded."""
         with self._lock:
             return key in self._kept or key in self._loading
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return an uninitialized array for a slab; reuse a dropped slab's memory."""
+        """Return an uninitialized array for a block; reuse a dropped block's memory."""
         with self._lock:
             return self._memory.empty(shape, dtype)
 
     def clear(self) -> None:
-        """Drop all slabs."""
+        """Drop all blocks."""
         with self._lock:
             self._kept.clear()
             self._bytes = 0
 
-    def _keep(self, key: Any, slab: Array) -> None:
+    def _keep(self, key: Any, block: Array) -> None:
         with self._lock:
-            self._kept[key] = slab
-            self._bytes += slab.nbytes
+            self._kept[key] = block
+            self._bytes += block.nbytes
             self._loading.pop(key, None)
             while self._bytes > self._most_bytes and len(self._kept) > 1:
                 _, dropped = self._kept.popitem(last=False)
                 self._bytes -= dropped.nbytes
 
 
-class SlabColumn:
-    """Rows that are read in slabs: chunks, row groups, or runs that h5py reads.
+class BlockColumn:
+    """Rows that are read in blocks: chunks, row groups, or runs that h5py reads.
 
-    Slab i begins at row ``starts[i]``, and ``load(i)`` returns its rows.
-    ``load_into(i, out)`` reads slab i directly into ``out``, or returns False.
+    Block i begins at row ``starts[i]``, and ``load(i)`` returns its rows.
+    ``load_into(i, out)`` reads block i directly into ``out``, or returns False.
     """
 
     def __init__(
         self,
-        cache: SlabCache,
+        cache: BlockCache,
         key: Any,
         starts: Array,
         load: Callable[[int], Array],
@@ -229,25 +229,25 @@ class SlabColumn:
         self.dtype = np.dtype(dtype).newbyteorder("=")
 
     def read(self, rows: Array, out: Array, places: Array | None = None) -> None:
-        slabs = np.searchsorted(self._starts, rows, side="right") - 1
-        borders = [0, *(np.flatnonzero(np.diff(slabs)) + 1).tolist(), len(rows)]
+        blocks = np.searchsorted(self._starts, rows, side="right") - 1
+        borders = [0, *(np.flatnonzero(np.diff(blocks)) + 1).tolist(), len(rows)]
         for start, end in itertools.pairwise(borders if len(rows) else []):
-            slab = int(slabs[start])
-            inside = rows[start:end] - self._starts[slab]
+            block = int(blocks[start])
+            inside = rows[start:end] - self._starts[block]
             first, last = int(inside[0]), int(inside[-1])
             is_run = last - first == end - start - 1
-            if is_run and places is None and self._read_whole(slab, out[start:end]):
+            if is_run and places is None and self._read_whole(block, out[start:end]):
                 continue
-            values = self._cache.get((self._key, slab), partial(self._load, slab))
+            values = self._cache.get((self._key, block), partial(self._load, block))
             found = values[first : last + 1] if is_run else values[inside]
             out[slice(start, end) if places is None else places[start:end]] = found
 
-    def _read_whole(self, slab: int, out: Array) -> bool:
-        """Read a slab into ``out``, unless it is cached; return whether it was read."""
+    def _read_whole(self, block: int, out: Array) -> bool:
+        """Read a block into ``out``, unless it is cached; return whether it did."""
         load = self._load_into
-        if load is None or self._cache.holds((self._key, slab)):
+        if load is None or self._cache.holds((self._key, block)):
             return False
-        return load(slab, out)
+        return load(block, out)
 
 
 class PaddedColumn:

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.data.files.columns import (
+    BlockCache,
+    BlockColumn,
     Column,
     ContiguousColumn,
-    SlabCache,
-    SlabColumn,
 )
 from hpcstrat.data.files.open_files import OpenFiles
 from hpcstrat.engine.hdf5_files import open_for_reading
@@ -32,7 +32,7 @@ __all__ = ["Hdf5Source", "open_hdf5"]
 
 _READER = load_reader()
 # Number of bytes that one call of h5py reads from a dataset without chunks.
-_SLAB_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 20
 _PLAIN_KINDS = "biufc"
 _LEAVE_OUT = "choose other columns with columns="
 
@@ -129,10 +129,10 @@ class Hdf5Source:
         """Return the paths of all files that have values of the column."""
         return [self.path, *_sources(self.dataset, self.path, self.where)]
 
-    def column(self, files: OpenFiles, cache: SlabCache) -> Column:
+    def column(self, files: OpenFiles, cache: BlockCache) -> Column:
         return self._read_directly(files, cache) or self._through_h5py(files, cache)
 
-    def _read_directly(self, files: OpenFiles, cache: SlabCache) -> Column | None:
+    def _read_directly(self, files: OpenFiles, cache: BlockCache) -> Column | None:
         """Return a column that is read without h5py, or None."""
         from h5py import h5t
 
@@ -158,7 +158,7 @@ class Hdf5Source:
         chunks = _Chunks(dataset, self.path, files, cache, unpack)
         if not chunks.are_plain:
             return None
-        return SlabColumn(
+        return BlockColumn(
             cache,
             (self.path, self.name),
             np.arange(0, num_rows, dataset.chunks[0]),
@@ -170,16 +170,16 @@ class Hdf5Source:
             load_into=chunks.load_into,
         )
 
-    def _through_h5py(self, files: OpenFiles, cache: SlabCache) -> Column:
-        """Return a column that h5py reads, in slabs."""
+    def _through_h5py(self, files: OpenFiles, cache: BlockCache) -> Column:
+        """Return a column that h5py reads, in blocks."""
         num_rows, dtype = self.dataset.shape[0], self.dtype.base
         row_bytes = max(dtype.itemsize * int(np.prod(self.row_shape)), 1)
         chunks = self.dataset.chunks
-        size = chunks[0] if chunks else max(_SLAB_BYTES // row_bytes, 1)
+        size = chunks[0] if chunks else max(_BLOCK_BYTES // row_bytes, 1)
         path, name, is_text = self.path, self.name, self.is_text
 
-        def load(slab: int) -> Array:
-            rows = slice(slab * size, min((slab + 1) * size, num_rows))
+        def load(block: int) -> Array:
+            rows = slice(block * size, min((block + 1) * size, num_rows))
             # The dataset must not keep the file open: there may be many files.
             dataset = files.get_hdf5(path).file[name]
             found: Array = dataset.asstr()[rows] if is_text else dataset[rows]
@@ -189,7 +189,7 @@ class Hdf5Source:
                 os.close(os.open(path, os.O_RDONLY))
             return np.asarray(found)
 
-        return SlabColumn(
+        return BlockColumn(
             cache,
             (path, name),
             np.arange(0, max(num_rows, 1), size),
@@ -335,7 +335,7 @@ class _Chunks:
         dataset: Any,
         path: str,
         files: OpenFiles,
-        cache: SlabCache,
+        cache: BlockCache,
         unpack: Callable[[bytes, Array], None],
     ) -> None:
         import h5py
@@ -355,14 +355,14 @@ class _Chunks:
     def _note(self, found: Any) -> None:
         # A chunk whose mask is not 0 lacks some filters: let h5py read the dataset.
         self.are_plain = self.are_plain and not found.filter_mask
-        slab = found.chunk_offset[0] // self._chunk[0]
+        block = found.chunk_offset[0] // self._chunk[0]
         place = found.chunk_offset[1:], found.byte_offset, found.size
-        self._places.setdefault(slab, []).append(place)
+        self._places.setdefault(block, []).append(place)
 
-    def load(self, slab: int) -> Array:
+    def load(self, block: int) -> Array:
         size = self._chunk[0]
-        num_rows = min(size, self._shape[0] - slab * size)
-        places = self._places.get(slab, [])
+        num_rows = min(size, self._shape[0] - block * size)
+        places = self._places.get(block, [])
         file = self._files.get(self._path)
         if len(places) == 1 and self._chunk[1:] == self._shape[1:]:
             return self._chunk_at(file.number, places[0])[:num_rows]
@@ -380,9 +380,9 @@ class _Chunks:
             rows[(slice(None), *inside)] = chunk[(slice(0, num_rows), *kept)]
         return rows
 
-    def load_into(self, slab: int, out: Array) -> bool:
-        """Unpack a slab of one chunk into ``out``; return False for other slabs."""
-        places = self._places.get(slab, [])
+    def load_into(self, block: int, out: Array) -> bool:
+        """Unpack a block of one chunk into ``out``; return False for other blocks."""
+        places = self._places.get(block, [])
         if len(places) != 1 or out.shape != self._chunk or out.dtype != self._dtype:
             return False
         self._unpack_at(self._files.get(self._path).number, places[0], out)

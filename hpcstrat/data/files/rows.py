@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.data.file_lists import digest_of, names_of
-from hpcstrat.data.files.columns import Column, SlabCache
+from hpcstrat.data.files.columns import BlockCache, Column
 from hpcstrat.data.files.hdf5 import Hdf5Source, open_hdf5
 from hpcstrat.data.files.netcdf import NetcdfVariable, is_netcdf, variables_of
 from hpcstrat.data.files.open_files import OpenFiles
@@ -125,7 +125,7 @@ class FileRows(Rows):
     ) -> None:
         self.paths = list(paths)
         self._files = OpenFiles()
-        self._cache = SlabCache()
+        self._cache = BlockCache()
         # Reuse batches' memory: page faults of new memory cost more than the copying.
         self._memory, self._recycling = Recycler(), threading.Lock()
         self._dimension, self._decode = dimension, decode
