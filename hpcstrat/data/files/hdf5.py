@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.data.boxes import WHOLE, Box
 from hpcstrat.data.files.columns import (
     BlockCache,
     BlockColumn,
@@ -167,6 +168,7 @@ class Hdf5Source:
             shape=self.row_shape,
             dtype=dtype,
             how=f"chunks of {dataset.chunks[0]} rows, {_unpacked_by(dataset)}",
+            load_box=chunks.load,
             load_into=chunks.load_into,
         )
 
@@ -178,16 +180,18 @@ class Hdf5Source:
         size = chunks[0] if chunks else max(_BLOCK_BYTES // row_bytes, 1)
         path, name, is_text = self.path, self.name, self.is_text
 
-        def load(block: int) -> Array:
-            rows = slice(block * size, min((block + 1) * size, num_rows))
+        def load(block: int, box: Box | None = None) -> Array:
             # The dataset must not keep the file open: there may be many files.
             dataset = files.get_hdf5(path).file[name]
+            part, own = box.selections(chunks, dataset.ndim) if box else ((), ())
+            rows = slice(block * size, min((block + 1) * size, num_rows)), *part
             found: Array = dataset.asstr()[rows] if is_text else dataset[rows]
             if dataset.is_virtual:
                 # HDF5 reads fill values, without an error, if it cannot open a source
                 # because all descriptors are in use. Then this raises an OSError.
                 os.close(os.open(path, os.O_RDONLY))
-            return np.asarray(found)
+            found = np.asarray(found)
+            return np.ascontiguousarray(found[(slice(None), *own)])
 
         return BlockColumn(
             cache,
@@ -198,6 +202,7 @@ class Hdf5Source:
             shape=self.row_shape,
             dtype=np.dtype(object) if is_text else dtype,
             how=f"through h5py, {size} rows at once",
+            load_box=load,
         )
 
 
@@ -327,6 +332,10 @@ def _inflate_shuffled(packed: bytes, out: Array, size: int) -> None:
         numbers[:, index] = planes[index]
 
 
+_Place = tuple[tuple[int, ...], int, int]
+"""A chunk's offset in each dimension of a row, its offset in the file, and its size."""
+
+
 class _Chunks:
     """The chunks of a dataset: their offsets in the file, and their unpacking."""
 
@@ -349,7 +358,7 @@ class _Chunks:
         self._fill = dataset.fillvalue if is_filled else 0
         self._name = dataset.name
         self.are_plain = True
-        self._places: dict[int, list[tuple[tuple[int, ...], int, int]]] = {}
+        self._places: dict[int, list[_Place]] = {}
         dataset.id.chunk_iter(self._note)
 
     def _note(self, found: Any) -> None:
@@ -359,43 +368,79 @@ class _Chunks:
         place = found.chunk_offset[1:], found.byte_offset, found.size
         self._places.setdefault(block, []).append(place)
 
-    def load(self, block: int) -> Array:
+    def load(self, block: int, box: Box | None = None) -> Array:
         size = self._chunk[0]
         num_rows = min(size, self._shape[0] - block * size)
-        places = self._places.get(block, [])
+        overlaps = self._overlaps(block, box)
         file = self._files.get(self._path)
-        if len(places) == 1 and self._chunk[1:] == self._shape[1:]:
-            return self._chunk_at(file.number, places[0])[:num_rows]
-        rows = np.full((num_rows, *self._shape[1:]), self._fill, self._dtype)
-        for place in places:
-            chunk = self._chunk_at(file.number, place)
-            # A chunk at the dataset's edge is padded: keep the part in the dataset.
-            inside = [
-                slice(start, min(start + length, end))
-                for start, length, end in zip(
-                    place[0], self._chunk[1:], self._shape[1:], strict=True
-                )
-            ]
-            kept = [slice(0, part.stop - part.start) for part in inside]
-            rows[(slice(None), *inside)] = chunk[(slice(0, num_rows), *kept)]
+        if len(overlaps) == 1 and box is None and self._chunk[1:] == self._shape[1:]:
+            return self._chunk_at(file.number, overlaps[0][0])[:num_rows]
+        row_shape = self._shape[1:] if box is None else box.shape
+        rows = np.full((num_rows, *row_shape), self._fill, self._dtype)
+        for place, inside, kept in overlaps:
+            part = self._part_of_chunk(file.number, place, num_rows, kept)
+            rows[(slice(None), *inside)] = part
         return rows
 
-    def load_into(self, block: int, out: Array) -> bool:
+    def _overlaps(
+        self, block: int, box: Box | None
+    ) -> list[tuple[_Place, list[slice], list[slice]]]:
+        """Return a block's chunks that have values of a box; None: of whole rows.
+
+        With each chunk come the slices of these values in the box and in the chunk. A
+        chunk at the dataset's edge is padded: its padding is outside of the slices.
+        """
+        ranges = [WHOLE] * len(self._shape[1:]) if box is None else box.ranges
+        found = []
+        for place in self._places.get(block, []):
+            inside, kept = [], []
+            for begin, size, length, (first, last) in zip(
+                place[0], self._chunk[1:], self._shape[1:], ranges, strict=True
+            ):
+                start = max(begin, first)
+                stop = min(begin + size, length if last is None else last)
+                inside.append(slice(start - first, stop - first))
+                kept.append(slice(start - begin, stop - begin))
+            if all(part.start < part.stop for part in kept):
+                found.append((place, inside, kept))
+        return found
+
+    def _part_of_chunk(
+        self, fd: int, place: _Place, num_rows: int, kept: list[slice]
+    ) -> Array:
+        """Return a part of each row of a chunk."""
+        ranges = tuple(
+            WHOLE if part == slice(0, size) else (part.start, part.stop)
+            for part, size in zip(kept, self._chunk[1:], strict=True)
+        )
+        if self._unpack is not _copy or not ranges or ranges[0] == WHOLE:
+            return self._chunk_at(fd, place)[(slice(0, num_rows), *kept)]
+        # A range of the first dimension is contiguous in each row of the chunk.
+        column = ContiguousColumn(
+            self._files,
+            self._path,
+            offset=place[1],
+            shape=self._chunk,
+            dtype=self._dtype,
+        ).boxed(Box(self._name, self._chunk[1:], ranges))
+        rows = np.empty((num_rows, *column.shape), column.dtype)
+        column.read(np.arange(num_rows), rows)
+        return rows
+
+    def load_into(self, block: int, box: Box | None, out: Array) -> bool:
         """Unpack a block of one chunk into ``out``; return False for other blocks."""
-        places = self._places.get(block, [])
-        if len(places) != 1 or out.shape != self._chunk or out.dtype != self._dtype:
+        overlaps = self._overlaps(block, box)
+        if len(overlaps) != 1 or out.shape != self._chunk or out.dtype != self._dtype:
             return False
-        self._unpack_at(self._files.get(self._path).number, places[0], out)
+        self._unpack_at(self._files.get(self._path).number, overlaps[0][0], out)
         return True
 
-    def _chunk_at(self, fd: int, place: tuple[tuple[int, ...], int, int]) -> Array:
+    def _chunk_at(self, fd: int, place: _Place) -> Array:
         chunk = self._cache.empty(self._chunk, self._dtype)
         self._unpack_at(fd, place, chunk)
         return chunk
 
-    def _unpack_at(
-        self, fd: int, place: tuple[tuple[int, ...], int, int], chunk: Array
-    ) -> None:
+    def _unpack_at(self, fd: int, place: _Place, chunk: Array) -> None:
         _, offset, size = place
         packed = os.pread(fd, size, offset)
         if len(packed) < size:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.data.boxes import Box
 from hpcstrat.data.files.arrow import ArrowLayout
 from hpcstrat.data.files.columns import (
     BlockCache,
@@ -98,9 +99,10 @@ class ZarrStore:
             files.note(folder)
         size = array.shards[0] if getattr(array, "shards", None) else array.chunks[0]
 
-        def load(block: int) -> Array:
+        def load(block: int, box: Box | None = None) -> Array:
             stop = min((block + 1) * size, array.shape[0])
-            found = np.asarray(array[block * size : stop])
+            part = () if box is None else box.slices
+            found = np.asarray(array[(slice(block * size, stop), *part)])
             files.check((*shared, *own.get(block, ())))
             return found
 
@@ -113,6 +115,7 @@ class ZarrStore:
             shape=tuple(array.shape[1:]),
             dtype=array.dtype,
             how=f"through zarr, {size} rows at once",
+            load_box=load,
         )
 
 
