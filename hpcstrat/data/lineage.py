@@ -10,7 +10,7 @@ import numpy as np
 
 from hpcstrat.data import stages, streams
 from hpcstrat.data.rows import SourceRows, Stage
-from hpcstrat.data.slabs import Split
+from hpcstrat.data.slabs import RowSplit
 from hpcstrat.data.sources import Columns
 from hpcstrat.engine.options import AutoShardPolicy
 from hpcstrat.engine.tree import flatten
@@ -59,7 +59,7 @@ class Lineage:
         # True for ``shard(SHARD_HINT, SHARD_HINT)``, which a strategy replaces later.
         self.is_hint = False
         # A split, which a strategy replaces later by the slabs of this rank.
-        self._split: Split | None = None
+        self._split: RowSplit | None = None
         self._parents = tuple(parents)
         self._make = make
         self._files = None if files is None else list(files)
@@ -179,7 +179,7 @@ class Lineage:
 
     def split(self, axis: int | Mapping[str | int, int], along: str | None) -> Lineage:
         """Return a lineage of the same stage, which a strategy splits later."""
-        split = Split(axis, along)
+        split = RowSplit(axis, along)
         split.check(self.stage)
         if earlier := [s for s in self.splits() if s.overlaps(split)]:
             raise ValueError(
@@ -191,7 +191,7 @@ class Lineage:
         made._split = split
         return made
 
-    def splits(self) -> list[Split]:
+    def splits(self) -> list[RowSplit]:
         """Return the splits of this data set and of those that it is made of."""
         own = [] if self._split is None else [self._split]
         return own + [split for parent in self._parents for split in parent.splits()]

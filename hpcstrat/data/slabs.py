@@ -1,9 +1,8 @@
 """Slabs: the parts of each row that the ranks of a replica read.
 
-`Dataset.split` stores a `Split`. When the data set is distributed, the split becomes a
-box for each column, and these boxes are passed on to the stages that read the rows, so
-that a rank reads only its own slab where the source allows it. Stages that do not know
-boxes read whole rows, which are cut.
+`Dataset.split` stores a `RowSplit`. When the data set is distributed, the split becomes
+a box for each column. Boxes are passed on to the stages that read the rows, so that a
+rank reads only its own slab where the source allows it; otherwise whole rows are cut.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ from hpcstrat.data.streams import Stream
 from hpcstrat.engine.tree import flatten
 from hpcstrat.engine.typing import Array, Tree
 
-__all__ = ["Split"]
+__all__ = ["RowSplit"]
 
 
-class Split:
+class RowSplit:
     """The axis of each column along which the ranks of a replica divide its rows.
 
     ``axis`` is one axis for all columns, or maps names of columns to axes; axes count
@@ -71,7 +70,7 @@ class Split:
         over = f" over the ranks along {along}" if along is not None else ""
         self.words = f"split along {self._axes}{over}"
 
-    def overlaps(self, other: Split) -> bool:
+    def overlaps(self, other: RowSplit) -> bool:
         """Return whether two splits divide rows over the same ranks."""
         return None in (self.along, other.along) or self.along == other.along
 

@@ -378,7 +378,11 @@ class _Chunks:
         row_shape = self._shape[1:] if box is None else box.shape
         rows = np.full((num_rows, *row_shape), self._fill, self._dtype)
         for place, inside, kept in overlaps:
-            part = self._part_of_chunk(file.number, place, num_rows, kept)
+            if box is not None and self._unpack is _copy:
+                part = self._part_of_chunk(place, num_rows, kept)
+            else:
+                chunk = self._chunk_at(file.number, place)
+                part = chunk[(slice(0, num_rows), *kept)]
             rows[(slice(None), *inside)] = part
         return rows
 
@@ -405,17 +409,15 @@ class _Chunks:
                 found.append((place, inside, kept))
         return found
 
-    def _part_of_chunk(
-        self, fd: int, place: _Place, num_rows: int, kept: list[slice]
-    ) -> Array:
-        """Return a part of each row of a chunk."""
+    def _part_of_chunk(self, place: _Place, num_rows: int, kept: list[slice]) -> Array:
+        """Return a part of each row of a chunk that is not compressed.
+
+        A range of the first dimension is contiguous in each row of the chunk.
+        """
         ranges = tuple(
             WHOLE if part == slice(0, size) else (part.start, part.stop)
             for part, size in zip(kept, self._chunk[1:], strict=True)
         )
-        if self._unpack is not _copy or not ranges or ranges[0] == WHOLE:
-            return self._chunk_at(fd, place)[(slice(0, num_rows), *kept)]
-        # A range of the first dimension is contiguous in each row of the chunk.
         column = ContiguousColumn(
             self._files,
             self._path,
