@@ -34,6 +34,7 @@ from hpcstrat.engine.typing import Tree
 
 __all__ = [
     "Batched",
+    "BatchesOfParent",
     "CachedBatches",
     "MappedBatches",
     "OwnRowBatches",
@@ -201,7 +202,7 @@ def padded_spec(spec: Tree, shapes: Tree) -> Tree:
     return tree_map(lambda _: type(leaf)((leaf.shape[0], *lengths), leaf.dtype), spec)
 
 
-class _BatchesOfParent(Batched):
+class BatchesOfParent(Batched):
     """Base class of stages that change the batches of a parent stage."""
 
     def __init__(self, parent: Batched, words: str) -> None:
@@ -221,15 +222,19 @@ class _BatchesOfParent(Batched):
         return self.parent.rows_before(batches)
 
     def owned(self, num_replicas: int, replicas: range) -> Batched:
+        return self.after(self.parent.owned(num_replicas, replicas))
+
+    def after(self, parent: Batched) -> Batched:
+        """Return a copy of this stage that changes the batches of another parent."""
         found = copy.copy(self)
-        found._set_parent(self.parent.owned(num_replicas, replicas))
+        found._set_parent(parent)
         return found
 
     def spec(self) -> Tree:
         return self.parent.spec()
 
 
-class RepeatedBatches(_BatchesOfParent):
+class RepeatedBatches(BatchesOfParent):
     """All batches of a stage ``count`` times, each time as a new epoch of the stage."""
 
     def __init__(self, parent: Batched, count: int) -> None:
@@ -254,7 +259,7 @@ class RepeatedBatches(_BatchesOfParent):
         return self.parent.read(own, inner, first, last)
 
 
-class SomeBatches(_BatchesOfParent):
+class SomeBatches(BatchesOfParent):
     """Batches ``first`` to ``last - 1`` of a stage; INFINITE means up to its end."""
 
     def __init__(self, parent: Batched, first: int, last: int) -> None:
@@ -286,7 +291,7 @@ class SomeBatches(_BatchesOfParent):
         return self.parent.read(epoch, start + self._start, first, last)
 
 
-class MappedBatches(_BatchesOfParent):
+class MappedBatches(BatchesOfParent):
     """The results of a function that is called with each whole batch.
 
     Reading a part of a batch raises ValueError if the function changes its length.
@@ -322,7 +327,7 @@ class MappedBatches(_BatchesOfParent):
         return made_spec(self.parent, lambda batch: spec_of(self._made(batch)))
 
 
-class CachedBatches(_BatchesOfParent):
+class CachedBatches(BatchesOfParent):
     """Batches of the parent's epoch 0, which stay in memory after they were read."""
 
     def __init__(self, parent: Batched) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from hpcstrat.data.batched import Batched, shuffled_rows
 from hpcstrat.data.elements import as_element, call_program, writable
 from hpcstrat.data.files.rows import FileRows, files_of, matching_files
 from hpcstrat.data.joined_rows import MixedRows
-from hpcstrat.data.lineage import DatasetOptions, Lineage, rows_of_names
+from hpcstrat.data.lineage import DatasetOptions, Lineage, rows_of_names, stage_of
 from hpcstrat.data.read_ahead import read_ahead, read_batches_ahead
 from hpcstrat.data.rows import (
     INFINITE,
@@ -567,6 +567,47 @@ class Dataset:
             return Dataset(self.lineage.hint())
         return Dataset(self.lineage.shard(num_shards, index))
 
+    def split(
+        self, axis: int | Mapping[str | int, int], *, along: str | None = None
+    ) -> Dataset:
+        """Give each rank of a replica its slab of each row, if replicas have several.
+
+        Not collective. The data set must be distributed by a strategy whose replicas
+        consist of several ranks: all ranks of a replica then get the same rows, and the
+        rank at position p has the part ``strategy.inside.part(n)`` of ``n`` values
+        along the axis, which may be empty. Other strategies, and a loop over the data
+        set itself, get whole rows. Methods after `split`, such as `map`, get slabs.
+
+        Of files, a rank reads only its slab, if ``axis`` is the first dimension of rows
+        that are contiguous, or if chunks are split along the axis; of other rows, and
+        of results of functions, whole rows are made and then cut.
+
+        Parameters
+        ----------
+        axis : int or mapping of str to int
+            Dimension of a row, from 0 or, if negative, from the end; the dimension of
+            batches does not count. A mapping has the axis of each column to split; all
+            other columns stay whole. Names of nested columns have slashes; items of a
+            tuple have their numbers as names.
+        along : str, optional
+            Axis of the strategy's ``replica_shape``, so that only ranks with different
+            coordinates along it have different slabs; default: all ranks of a replica.
+
+        Returns
+        -------
+        Dataset
+            A data set of the same cardinality.
+
+        Raises
+        ------
+        ValueError
+            If a column does not exist, if rows have no such axis, or different lengths
+            along it, or if an earlier split divides rows over the same ranks; if
+            elements are made of batches, as by `zip` after `batch`; during iteration,
+            if a row differs in shape.
+        """
+        return Dataset(self.lineage.split(axis, along))
+
     def cache(self, filename: str = "") -> Dataset:
         """Keep the first epoch's elements in memory, and return them in each epoch.
 
@@ -755,7 +796,7 @@ class Dataset:
         cycle = 2 if cycle_length in (None, _AUTOTUNE) else checked_size(cycle_length)
         block = checked_size(block_length)
         made = self._then(
-            lambda s: streams.interleaved(s, map_func, _stage_of, cycle, block)
+            lambda s: streams.interleaved(s, map_func, stage_of, cycle, block)
         )
         made.lineage.opens_files |= self.lineage.opens_names(
             lambda name: map_func(name).lineage
@@ -1250,6 +1291,11 @@ class Dataset:
         found = self.lineage.shard_by_hint(num_shards, index)
         return self if found is self.lineage else Dataset(found)
 
+    def slabs(self, inside: Any) -> Dataset:
+        """Replace each `split` by this rank's slabs; for the library's own modules."""
+        found = self.lineage.slabs(inside)
+        return self if found is self.lineage else Dataset(found)
+
     def auto_shard(self, num_workers: int, index: int) -> Dataset:
         """Return one worker's part of the data set, as the auto-shard policy says.
 
@@ -1281,15 +1327,6 @@ class Dataset:
         }
         way = ways.get(self.lineage.policy())
         return self if way is None else way(num_workers, index)
-
-
-def _stage_of(value: Any) -> Stage:
-    if not isinstance(value, Dataset):
-        raise TypeError(
-            "expected a Dataset from the function of interleave or flat_map, found "
-            f"{type(value).__name__}; return one"
-        )
-    return value.stage
 
 
 def mix(

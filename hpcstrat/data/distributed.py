@@ -14,6 +14,7 @@ from hpcstrat.data.batched import Batched
 from hpcstrat.data.batches import piece, warn_of_idle
 from hpcstrat.data.dataset import Dataset
 from hpcstrat.data.dealing import DealtDataset, StatefulDataset, StreamDataset
+from hpcstrat.data.elements import call_program
 from hpcstrat.data.file_lists import require_same_files
 from hpcstrat.data.iterator import (
     DistributedIterator,
@@ -232,6 +233,14 @@ def _require_one_program(strategy: Replicas, options: InputOptions) -> None:
     )
 
 
+def _slabs(strategy: Replicas, dataset: Any) -> Any:
+    """Replace splits of a data set by the slabs of this rank of its replica."""
+    inside = getattr(strategy, "inside", None)
+    if inside is None or not isinstance(dataset, Dataset):
+        return dataset
+    return dataset.slabs(inside)
+
+
 def distribute_dataset(
     strategy: Replicas, dataset: Any, options: InputOptions
 ) -> DistributedDataset | DealtDataset:
@@ -270,6 +279,7 @@ def distribute_dataset(
             "PER_REPLICA; use distribute_datasets_from_function"
         )
     _require_one_program(strategy, options)
+    dataset = _slabs(strategy, dataset)
     uneven = isinstance(dataset, Dataset) and dataset.auto_shard_policy in _UNEVEN
     stage = getattr(dataset, "stage", None)
     if options.own_rows and (uneven or not isinstance(stage, Batched)):
@@ -372,6 +382,10 @@ def distribute_from_function(
     return DealtDataset(
         strategy,
         place,
-        lambda: function_steps(dataset_fn, place, per_replica=per_replica),
+        lambda: function_steps(
+            lambda context: _slabs(strategy, call_program(dataset_fn, context)),
+            place,
+            per_replica=per_replica,
+        ),
         options,
     )

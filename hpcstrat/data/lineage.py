@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +10,13 @@ import numpy as np
 
 from hpcstrat.data import stages, streams
 from hpcstrat.data.rows import SourceRows, Stage
+from hpcstrat.data.slabs import RowSplit
 from hpcstrat.data.sources import Columns
 from hpcstrat.engine.options import AutoShardPolicy
 from hpcstrat.engine.tree import flatten
 from hpcstrat.engine.typing import Tree
 
-__all__ = ["DatasetOptions", "Lineage", "rows_of_names"]
+__all__ = ["DatasetOptions", "Lineage", "rows_of_names", "stage_of"]
 
 
 @dataclass
@@ -57,6 +58,8 @@ class Lineage:
         self.seed: int = parents[0].seed if parents else 0
         # True for ``shard(SHARD_HINT, SHARD_HINT)``, which a strategy replaces later.
         self.is_hint = False
+        # A split, which a strategy replaces later by the slabs of this rank.
+        self._split: RowSplit | None = None
         self._parents = tuple(parents)
         self._make = make
         self._files = None if files is None else list(files)
@@ -174,12 +177,45 @@ class Lineage:
         hinted.is_hint = True
         return hinted
 
+    def split(self, axis: int | Mapping[str | int, int], along: str | None) -> Lineage:
+        """Return a lineage of the same stage, which a strategy splits later."""
+        split = RowSplit(axis, along)
+        split.check(self.stage)
+        if earlier := [s for s in self.splits() if s.overlaps(split)]:
+            raise ValueError(
+                f"expected one split over the same ranks, found {split.words} after "
+                f"{earlier[0].words}, so that some values would be on no rank; name "
+                "all columns in one call, such as split({'a': 0, 'b': 1})"
+            )
+        made = self.then(lambda stage: stage)
+        made._split = split
+        return made
+
+    def splits(self) -> list[RowSplit]:
+        """Return the splits of this data set and of those that it is made of."""
+        own = [] if self._split is None else [self._split]
+        return own + [split for parent in self._parents for split in parent.splits()]
+
+    def slabs(self, inside: Any) -> Lineage:
+        """Replace each split by this rank's slabs; ``self`` if nothing is split."""
+        if inside.size == 1 or not self.splits():
+            return self
+        first, *others = [parent.slabs(inside) for parent in self._parents]
+        split = self._split
+        if split is None:
+            made = self._again([first, *others])
+        else:
+            made = first.then(lambda stage: split.apply(stage, inside))
+        made._whole = None if self._whole is None else self._whole.slabs(inside)
+        return made
+
     def _again(self, parents: Sequence[Lineage]) -> Lineage:
         assert self._make is not None
         first, *others = parents
         made = first.then(self._make, *others)
         made.options, made.ahead, made.seed = self.options, self.ahead, self.seed
         made.opens_files = self.opens_files
+        made.is_hint, made._split = self.is_hint, self._split
         made._whole = self
         return made
 
@@ -189,6 +225,24 @@ def rows_of_names(files: Sequence[str]) -> Stage:
     rows = SourceRows(Columns(*flatten(np.array(files, np.str_))))
     rows.paths = files
     return rows
+
+
+def stage_of(value: Any) -> Stage:
+    """Return the stage of a data set that a function of `interleave` returned."""
+    lineage = getattr(value, "lineage", None)
+    if lineage is None:
+        raise TypeError(
+            "expected a Dataset from the function of interleave or flat_map, found "
+            f"{type(value).__name__}; return one"
+        )
+    if splits := lineage.splits():
+        raise ValueError(
+            "expected a data set that is not split from the function of interleave or "
+            f"flat_map, found {splits[0].words}; call split() on the result of "
+            "interleave or flat_map"
+        )
+    stage: Stage = lineage.stage
+    return stage
 
 
 def _hinted(parent: Stage) -> Stage:

@@ -6,6 +6,7 @@ the first dimension. Every replica can therefore read its own part of any batch.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.data.array_comparison import arrays_among
+from hpcstrat.data.boxes import Boxes
 from hpcstrat.data.elements import (
     ArraySpec,
     CallIterator,
@@ -41,6 +43,7 @@ __all__ = [
     "Places",
     "RangeRows",
     "Rows",
+    "RowsOfParent",
     "ShuffledRows",
     "SourceRows",
     "Stage",
@@ -221,6 +224,15 @@ class SourceRows(Rows):
         """Read rows; a slice of a NumPy array is returned as a read-only view."""
         return self.columns.read(places)
 
+    def boxed(self, boxes: Boxes) -> SourceRows | None:
+        """Return the same rows, of which only boxes are read; None if not possible."""
+        columns = self.columns.boxed(boxes)
+        if columns is None:
+            return None
+        made = copy.copy(self)
+        made.columns, made.words = columns, f"{self.words}, {boxes.words}"
+        return made
+
     def elements(self, places: Places, epoch: int) -> list[Tree]:
         found = self.columns.elements(places)
         return super().elements(places, epoch) if found is None else found
@@ -263,7 +275,7 @@ class OneRow(Rows):
         )
 
 
-class _RowsOfParent(Rows):
+class RowsOfParent(Rows):
     """A stage whose rows are read, or made, from rows of another stage."""
 
     def __init__(self, parent: Rows, words: str) -> None:
@@ -285,7 +297,7 @@ class _RowsOfParent(Rows):
         return self.parent.spec()
 
 
-class StridedRows(_RowsOfParent):
+class StridedRows(RowsOfParent):
     """Every ``step``-th row of a stage from row ``first``, for take, skip and shard."""
 
     def __init__(self, parent: Rows, first: int, step: int, cardinality: int) -> None:
@@ -299,7 +311,7 @@ class StridedRows(_RowsOfParent):
         return self._first + as_places(places) * self._step
 
 
-class ShuffledRows(_RowsOfParent):
+class ShuffledRows(RowsOfParent):
     """The parent's rows, shuffled anew in each epoch, or always as in epoch 0."""
 
     def __init__(
@@ -338,7 +350,7 @@ class ShuffledRows(_RowsOfParent):
         return self.parent.homes(self.rows(places, epoch), epoch)
 
 
-class MappedRows(_RowsOfParent):
+class MappedRows(RowsOfParent):
     """The results of a function that is called with each row.
 
     With a seed, the function also gets ``rng``, a random generator for this row.
@@ -398,7 +410,7 @@ class MappedRows(_RowsOfParent):
         return made_spec(self.parent, lambda row: spec_of(self._made(row, 0, 0)))
 
 
-class CachedRows(_RowsOfParent):
+class CachedRows(RowsOfParent):
     """The rows of the parent's epoch 0, which stay in memory after they were read."""
 
     def __init__(self, parent: Rows) -> None:

@@ -171,7 +171,7 @@ def test_what_a_page_names_is_where_it_says(page: Path) -> None:
         "`engine/algorithms/slices.Pool`",
         "`Kernel.repeat_all`",
         "| `hpcstrat/data/files/rows.py`, `FileRows` to `closed` | 5 | |",
-        "| `hpcstrat/data/files/rows.py`, `SlabColumn` | 5 | |",
+        "| `hpcstrat/data/files/rows.py`, `BlockColumn` | 5 | |",
     ],
 )
 def test_a_name_that_is_elsewhere_is_found(text: str) -> None:

@@ -1,12 +1,13 @@
 """Columns of files, whose rows are read with few and large system calls.
 
 If an array is contiguous in the file, one call of ``preadv`` reads a run of adjacent
-rows. Other arrays are read in slabs, such as the chunks of a compressed dataset; a
-cache keeps slabs for the next batches.
+rows. Other arrays are read in blocks, such as the chunks of a compressed dataset; a
+cache keeps blocks for the next batches.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import threading
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hpcstrat.data.boxes import WHOLE, Box
 from hpcstrat.data.files.open_files import OpenFiles
 from hpcstrat.data.sources import runs_of
 from hpcstrat.engine.arrays.recycling import Recycler
@@ -25,12 +27,13 @@ from hpcstrat.engine.native import load_reader
 from hpcstrat.engine.typing import Array
 
 __all__ = [
+    "BlockCache",
+    "BlockColumn",
+    "BoxedColumn",
     "Column",
     "ContiguousColumn",
     "DecodedColumn",
     "PaddedColumn",
-    "SlabCache",
-    "SlabColumn",
 ]
 
 # If reading takes longer than this per row, apart from the copying, the file is not in
@@ -40,6 +43,10 @@ _COLD_SECONDS = 2e-6
 _BYTES_PER_SECOND = 2e9
 # Maximum number of buffers in one call of ``preadv`` on Linux.
 _MOST_VECTORS = 1024
+# Maximum number of bytes between two rows that the compiled reader reads in one call.
+_MOST_GAP = 4096
+# Number of bytes of whole rows that are read at once, if only parts of them are kept.
+_WHOLE_BYTES = 8 << 20
 
 _READER = load_reader()
 
@@ -54,6 +61,10 @@ class Column(Protocol):
 
     def read(self, rows: Array, out: Array, places: Array | None = None) -> None:
         """Read ascending rows into ``out``, in order or at the indices ``places``."""
+        ...
+
+    def boxed(self, box: Box) -> Column:
+        """Return a column of a part of each row, which reads other parts if faster."""
         ...
 
 
@@ -79,6 +90,9 @@ class ContiguousColumn:
         self.dtype = self._stored.newbyteorder("=")
         count = int(np.prod(self.shape, dtype=np.int64))
         self._row_bytes = self._stored.itemsize * count
+        # Bytes from a row's begin to the next row's begin, and bytes between two rows
+        # that may be read, too, to save a call.
+        self._stride, self._most_gap = self._row_bytes, _MOST_GAP
         self._is_cold = False
 
     def read(self, rows: Array, out: Array, places: Array | None = None) -> None:
@@ -86,10 +100,18 @@ class ContiguousColumn:
             return
         file = self._files.get(self._path)
         flat: Any = out.reshape(len(out), -1).view(np.uint8)
-        offsets = rows * self._row_bytes + self._offset
+        offsets = rows * self._stride + self._offset
         began = time.perf_counter()
         read = _read_rows if _READER is None else _READER.read_rows
-        done = read(file.number, offsets, self._row_bytes, flat, places, self._is_cold)
+        done = read(
+            file.number,
+            offsets,
+            self._row_bytes,
+            flat,
+            places,
+            self._is_cold,
+            self._most_gap,
+        )
         waited = time.perf_counter() - began - flat.nbytes / _BYTES_PER_SECOND
         self._is_cold = waited > _COLD_SECONDS * len(rows)
         if done < len(rows):
@@ -103,13 +125,40 @@ class ContiguousColumn:
             where = slice(None) if places is None else places
             out[where] = out[where].view(self._stored)
 
+    def boxed(self, box: Box) -> Column:
+        """Return a column that reads only a range of each row's first dimension.
+
+        This range is contiguous in the file. Ranges of later dimensions would take
+        many small reads, which are slower than reading whole rows.
+        """
+        (start, stop), *later = box.ranges
+        made = self
+        if stop is not None:
+            made = copy.copy(self)
+            made.shape = stop - start, *self.shape[1:]
+            inner = self._row_bytes // max(self.shape[0], 1)
+            made._offset = self._offset + start * inner
+            made._row_bytes = (stop - start) * inner
+            # A rank then reads at most 1.1 times the bytes of its part.
+            made._most_gap = min(_MOST_GAP, made._row_bytes // 10)
+        if all(each == WHOLE for each in later):
+            return made
+        return BoxedColumn(made, Box(box.name, made.shape, (WHOLE, *later)))
+
 
 def _read_rows(  # noqa: PLR0917 - arguments of the compiled one
-    fd: int, offsets: Array, row_bytes: int, out: Any, places: Any, announces: bool
+    fd: int,
+    offsets: Array,
+    row_bytes: int,
+    out: Any,
+    places: Any,
+    announces: bool,
+    _most_gap: int = 0,
 ) -> int:
     """Do the same as ``read_rows`` in reader.c: return the number of rows read.
 
-    ``announces`` notifies the kernel of all rows before the first one is read.
+    ``announces`` notifies the kernel of all rows before the first one is read. Bytes
+    between rows are never read.
     """
     numbers = range(len(offsets)) if places is None else places.tolist()
     lines = [memoryview(out[number]) for number in numbers]
@@ -138,15 +187,15 @@ def _read_row(fd: int, line: memoryview, place: int) -> bool:
     return True
 
 
-class SlabCache:
-    """The most recently used slabs of a data set's files, up to a number of bytes.
+class BlockCache:
+    """The most recently used blocks of a data set's files, up to a number of bytes.
 
-    If several threads request a slab, one loads it, and the others wait for it.
+    If several threads request a block, one loads it, and the others wait for it.
     """
 
     def __init__(self, most_bytes: int = 64 << 20) -> None:
         self._most_bytes = most_bytes
-        # Reuse slabs' memory: page faults of new memory cost as much as the unpacking.
+        # Reuse blocks' memory: page faults of new memory cost as much as the unpacking.
         self._memory = Recycler()
         self._kept: OrderedDict[Any, Array] = OrderedDict()
         self._bytes = 0
@@ -174,41 +223,44 @@ class SlabCache:
         return found
 
     def holds(self, key: Any) -> bool:
-        """Return whether a slab is in the cache, or is being loaded."""
+        """Return whether a block is in the cache, or is being loaded."""
         with self._lock:
             return key in self._kept or key in self._loading
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return an uninitialized array for a slab; reuse a dropped slab's memory."""
+        """Return an uninitialized array for a block; reuse a dropped block's memory."""
         with self._lock:
             return self._memory.empty(shape, dtype)
 
     def clear(self) -> None:
-        """Drop all slabs."""
+        """Drop all blocks."""
         with self._lock:
             self._kept.clear()
             self._bytes = 0
 
-    def _keep(self, key: Any, slab: Array) -> None:
+    def _keep(self, key: Any, block: Array) -> None:
         with self._lock:
-            self._kept[key] = slab
-            self._bytes += slab.nbytes
+            self._kept[key] = block
+            self._bytes += block.nbytes
             self._loading.pop(key, None)
             while self._bytes > self._most_bytes and len(self._kept) > 1:
                 _, dropped = self._kept.popitem(last=False)
                 self._bytes -= dropped.nbytes
 
 
-class SlabColumn:
-    """Rows that are read in slabs: chunks, row groups, or runs that h5py reads.
+class BlockColumn:
+    """Rows that are read in blocks: chunks, row groups, or runs that h5py reads.
 
-    Slab i begins at row ``starts[i]``, and ``load(i)`` returns its rows.
-    ``load_into(i, out)`` reads slab i directly into ``out``, or returns False.
+    Block i begins at row ``starts[i]``, and ``load(i)`` returns its rows. Both other
+    functions have an argument ``box``, which is None for whole rows:
+    ``load_box(i, box)`` returns a part of each row of block i, and reads no more than
+    it must; by default, whole rows are loaded and cut. ``load_into(i, box, out)`` reads
+    block i directly into ``out``, or returns False.
     """
 
     def __init__(
         self,
-        cache: SlabCache,
+        cache: BlockCache,
         key: Any,
         starts: Array,
         load: Callable[[int], Array],
@@ -217,37 +269,77 @@ class SlabColumn:
         shape: tuple[int, ...],
         dtype: Any,
         how: str,
-        load_into: Callable[[int, Array], bool] | None = None,
+        load_box: Callable[[int, Box], Array] | None = None,
+        load_into: Callable[[int, Box | None, Array], bool] | None = None,
     ) -> None:
         self.how = how
         self._cache = cache
         self._key = key
         self._starts = starts
         self._load_into = load_into
+        self._load_box = load_box or (lambda block, box: box.of(load(block), 1).copy())
         self._load = load
+        self._box: Box | None = None
         self.num_rows, self.shape = num_rows, shape
         self.dtype = np.dtype(dtype).newbyteorder("=")
 
     def read(self, rows: Array, out: Array, places: Array | None = None) -> None:
-        slabs = np.searchsorted(self._starts, rows, side="right") - 1
-        borders = [0, *(np.flatnonzero(np.diff(slabs)) + 1).tolist(), len(rows)]
+        blocks = np.searchsorted(self._starts, rows, side="right") - 1
+        borders = [0, *(np.flatnonzero(np.diff(blocks)) + 1).tolist(), len(rows)]
         for start, end in itertools.pairwise(borders if len(rows) else []):
-            slab = int(slabs[start])
-            inside = rows[start:end] - self._starts[slab]
+            block = int(blocks[start])
+            inside = rows[start:end] - self._starts[block]
             first, last = int(inside[0]), int(inside[-1])
             is_run = last - first == end - start - 1
-            if is_run and places is None and self._read_whole(slab, out[start:end]):
+            if is_run and places is None and self._read_whole(block, out[start:end]):
                 continue
-            values = self._cache.get((self._key, slab), partial(self._load, slab))
+            values = self._cache.get(
+                (self._key, self._box, block), partial(self._loaded, block)
+            )
             found = values[first : last + 1] if is_run else values[inside]
             out[slice(start, end) if places is None else places[start:end]] = found
 
-    def _read_whole(self, slab: int, out: Array) -> bool:
-        """Read a slab into ``out``, unless it is cached; return whether it was read."""
+    def _loaded(self, block: int) -> Array:
+        box = self._box
+        return self._load(block) if box is None else self._load_box(block, box)
+
+    def _read_whole(self, block: int, out: Array) -> bool:
+        """Read a block into ``out``, unless it is cached; return whether it did."""
         load = self._load_into
-        if load is None or self._cache.holds((self._key, slab)):
+        if load is None or self._cache.holds((self._key, self._box, block)):
             return False
-        return load(slab, out)
+        return load(block, self._box, out)
+
+    def boxed(self, box: Box) -> BlockColumn:
+        made = copy.copy(self)
+        made.shape = box.shape
+        made._box = box.within(self._box)
+        return made
+
+
+class BoxedColumn:
+    """A part of each row of a column whose rows are read whole."""
+
+    def __init__(self, column: Column, box: Box) -> None:
+        self._column = column
+        self._box = box
+        self.how = column.how
+        self.num_rows, self.shape, self.dtype = column.num_rows, box.shape, column.dtype
+
+    def read(self, rows: Array, out: Array, places: Array | None = None) -> None:
+        shape, dtype = self._column.shape, self.dtype
+        row_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        count = max(_WHOLE_BYTES // max(row_bytes, 1), 1)
+        for start in range(0, len(rows), count):
+            some = rows[start : start + count]
+            whole = np.empty((len(some), *shape), dtype)
+            self._column.read(some, whole)
+            end = start + len(some)
+            where = slice(start, end) if places is None else places[start:end]
+            out[where] = self._box.of(whole, 1)
+
+    def boxed(self, box: Box) -> BoxedColumn:
+        return BoxedColumn(self._column, box.within(self._box))
 
 
 class PaddedColumn:
@@ -268,6 +360,9 @@ class PaddedColumn:
         else:
             self._column.read(rows[:count], out, places[:count])
             out[places[count:]] = self.value
+
+    def boxed(self, box: Box) -> PaddedColumn:
+        return PaddedColumn(self._column.boxed(box), self.num_rows, self.value)
 
 
 class DecodedColumn:
@@ -291,3 +386,6 @@ class DecodedColumn:
             found = np.empty(stored.shape, self.dtype)
             self._decode(stored, found)
             out[places] = found
+
+    def boxed(self, box: Box) -> DecodedColumn:
+        return DecodedColumn(self._column.boxed(box), self.dtype, self._decode)

@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.data.boxes import WHOLE, Box
 from hpcstrat.data.files.columns import (
+    BlockCache,
+    BlockColumn,
     Column,
     ContiguousColumn,
-    SlabCache,
-    SlabColumn,
 )
 from hpcstrat.data.files.open_files import OpenFiles
 from hpcstrat.engine.hdf5_files import open_for_reading
@@ -32,7 +33,7 @@ __all__ = ["Hdf5Source", "open_hdf5"]
 
 _READER = load_reader()
 # Number of bytes that one call of h5py reads from a dataset without chunks.
-_SLAB_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 20
 _PLAIN_KINDS = "biufc"
 _LEAVE_OUT = "choose other columns with columns="
 
@@ -129,10 +130,10 @@ class Hdf5Source:
         """Return the paths of all files that have values of the column."""
         return [self.path, *_sources(self.dataset, self.path, self.where)]
 
-    def column(self, files: OpenFiles, cache: SlabCache) -> Column:
+    def column(self, files: OpenFiles, cache: BlockCache) -> Column:
         return self._read_directly(files, cache) or self._through_h5py(files, cache)
 
-    def _read_directly(self, files: OpenFiles, cache: SlabCache) -> Column | None:
+    def _read_directly(self, files: OpenFiles, cache: BlockCache) -> Column | None:
         """Return a column that is read without h5py, or None."""
         from h5py import h5t
 
@@ -158,7 +159,7 @@ class Hdf5Source:
         chunks = _Chunks(dataset, self.path, files, cache, unpack)
         if not chunks.are_plain:
             return None
-        return SlabColumn(
+        return BlockColumn(
             cache,
             (self.path, self.name),
             np.arange(0, num_rows, dataset.chunks[0]),
@@ -167,29 +168,32 @@ class Hdf5Source:
             shape=self.row_shape,
             dtype=dtype,
             how=f"chunks of {dataset.chunks[0]} rows, {_unpacked_by(dataset)}",
+            load_box=chunks.load,
             load_into=chunks.load_into,
         )
 
-    def _through_h5py(self, files: OpenFiles, cache: SlabCache) -> Column:
-        """Return a column that h5py reads, in slabs."""
+    def _through_h5py(self, files: OpenFiles, cache: BlockCache) -> Column:
+        """Return a column that h5py reads, in blocks."""
         num_rows, dtype = self.dataset.shape[0], self.dtype.base
         row_bytes = max(dtype.itemsize * int(np.prod(self.row_shape)), 1)
         chunks = self.dataset.chunks
-        size = chunks[0] if chunks else max(_SLAB_BYTES // row_bytes, 1)
+        size = chunks[0] if chunks else max(_BLOCK_BYTES // row_bytes, 1)
         path, name, is_text = self.path, self.name, self.is_text
 
-        def load(slab: int) -> Array:
-            rows = slice(slab * size, min((slab + 1) * size, num_rows))
+        def load(block: int, box: Box | None = None) -> Array:
             # The dataset must not keep the file open: there may be many files.
             dataset = files.get_hdf5(path).file[name]
+            part, own = box.selections(chunks, dataset.ndim) if box else ((), ())
+            rows = slice(block * size, min((block + 1) * size, num_rows)), *part
             found: Array = dataset.asstr()[rows] if is_text else dataset[rows]
             if dataset.is_virtual:
                 # HDF5 reads fill values, without an error, if it cannot open a source
                 # because all descriptors are in use. Then this raises an OSError.
                 os.close(os.open(path, os.O_RDONLY))
-            return np.asarray(found)
+            found = np.asarray(found)
+            return np.ascontiguousarray(found[(slice(None), *own)])
 
-        return SlabColumn(
+        return BlockColumn(
             cache,
             (path, name),
             np.arange(0, max(num_rows, 1), size),
@@ -198,6 +202,7 @@ class Hdf5Source:
             shape=self.row_shape,
             dtype=np.dtype(object) if is_text else dtype,
             how=f"through h5py, {size} rows at once",
+            load_box=load,
         )
 
 
@@ -327,6 +332,10 @@ def _inflate_shuffled(packed: bytes, out: Array, size: int) -> None:
         numbers[:, index] = planes[index]
 
 
+_Place = tuple[tuple[int, ...], int, int]
+"""A chunk's offset in each dimension of a row, its offset in the file, and its size."""
+
+
 class _Chunks:
     """The chunks of a dataset: their offsets in the file, and their unpacking."""
 
@@ -335,7 +344,7 @@ class _Chunks:
         dataset: Any,
         path: str,
         files: OpenFiles,
-        cache: SlabCache,
+        cache: BlockCache,
         unpack: Callable[[bytes, Array], None],
     ) -> None:
         import h5py
@@ -349,53 +358,91 @@ class _Chunks:
         self._fill = dataset.fillvalue if is_filled else 0
         self._name = dataset.name
         self.are_plain = True
-        self._places: dict[int, list[tuple[tuple[int, ...], int, int]]] = {}
+        self._places: dict[int, list[_Place]] = {}
         dataset.id.chunk_iter(self._note)
 
     def _note(self, found: Any) -> None:
         # A chunk whose mask is not 0 lacks some filters: let h5py read the dataset.
         self.are_plain = self.are_plain and not found.filter_mask
-        slab = found.chunk_offset[0] // self._chunk[0]
+        block = found.chunk_offset[0] // self._chunk[0]
         place = found.chunk_offset[1:], found.byte_offset, found.size
-        self._places.setdefault(slab, []).append(place)
+        self._places.setdefault(block, []).append(place)
 
-    def load(self, slab: int) -> Array:
+    def load(self, block: int, box: Box | None = None) -> Array:
         size = self._chunk[0]
-        num_rows = min(size, self._shape[0] - slab * size)
-        places = self._places.get(slab, [])
+        num_rows = min(size, self._shape[0] - block * size)
+        overlaps = self._overlaps(block, box)
         file = self._files.get(self._path)
-        if len(places) == 1 and self._chunk[1:] == self._shape[1:]:
-            return self._chunk_at(file.number, places[0])[:num_rows]
-        rows = np.full((num_rows, *self._shape[1:]), self._fill, self._dtype)
-        for place in places:
-            chunk = self._chunk_at(file.number, place)
-            # A chunk at the dataset's edge is padded: keep the part in the dataset.
-            inside = [
-                slice(start, min(start + length, end))
-                for start, length, end in zip(
-                    place[0], self._chunk[1:], self._shape[1:], strict=True
-                )
-            ]
-            kept = [slice(0, part.stop - part.start) for part in inside]
-            rows[(slice(None), *inside)] = chunk[(slice(0, num_rows), *kept)]
+        if len(overlaps) == 1 and box is None and self._chunk[1:] == self._shape[1:]:
+            return self._chunk_at(file.number, overlaps[0][0])[:num_rows]
+        row_shape = self._shape[1:] if box is None else box.shape
+        rows = np.full((num_rows, *row_shape), self._fill, self._dtype)
+        for place, inside, kept in overlaps:
+            if box is not None and self._unpack is _copy:
+                part = self._part_of_chunk(place, num_rows, kept)
+            else:
+                chunk = self._chunk_at(file.number, place)
+                part = chunk[(slice(0, num_rows), *kept)]
+            rows[(slice(None), *inside)] = part
         return rows
 
-    def load_into(self, slab: int, out: Array) -> bool:
-        """Unpack a slab of one chunk into ``out``; return False for other slabs."""
-        places = self._places.get(slab, [])
-        if len(places) != 1 or out.shape != self._chunk or out.dtype != self._dtype:
+    def _overlaps(
+        self, block: int, box: Box | None
+    ) -> list[tuple[_Place, list[slice], list[slice]]]:
+        """Return a block's chunks that have values of a box; None: of whole rows.
+
+        With each chunk come the slices of these values in the box and in the chunk. A
+        chunk at the dataset's edge is padded: its padding is outside of the slices.
+        """
+        ranges = [WHOLE] * len(self._shape[1:]) if box is None else box.ranges
+        found = []
+        for place in self._places.get(block, []):
+            inside, kept = [], []
+            for begin, size, length, (first, last) in zip(
+                place[0], self._chunk[1:], self._shape[1:], ranges, strict=True
+            ):
+                start = max(begin, first)
+                stop = min(begin + size, length if last is None else last)
+                inside.append(slice(start - first, stop - first))
+                kept.append(slice(start - begin, stop - begin))
+            if all(part.start < part.stop for part in kept):
+                found.append((place, inside, kept))
+        return found
+
+    def _part_of_chunk(self, place: _Place, num_rows: int, kept: list[slice]) -> Array:
+        """Return a part of each row of a chunk that is not compressed.
+
+        A range of the first dimension is contiguous in each row of the chunk.
+        """
+        ranges = tuple(
+            WHOLE if part == slice(0, size) else (part.start, part.stop)
+            for part, size in zip(kept, self._chunk[1:], strict=True)
+        )
+        column = ContiguousColumn(
+            self._files,
+            self._path,
+            offset=place[1],
+            shape=self._chunk,
+            dtype=self._dtype,
+        ).boxed(Box(self._name, self._chunk[1:], ranges))
+        rows = np.empty((num_rows, *column.shape), column.dtype)
+        column.read(np.arange(num_rows), rows)
+        return rows
+
+    def load_into(self, block: int, box: Box | None, out: Array) -> bool:
+        """Unpack a block of one chunk into ``out``; return False for other blocks."""
+        overlaps = self._overlaps(block, box)
+        if len(overlaps) != 1 or out.shape != self._chunk or out.dtype != self._dtype:
             return False
-        self._unpack_at(self._files.get(self._path).number, places[0], out)
+        self._unpack_at(self._files.get(self._path).number, overlaps[0][0], out)
         return True
 
-    def _chunk_at(self, fd: int, place: tuple[tuple[int, ...], int, int]) -> Array:
+    def _chunk_at(self, fd: int, place: _Place) -> Array:
         chunk = self._cache.empty(self._chunk, self._dtype)
         self._unpack_at(fd, place, chunk)
         return chunk
 
-    def _unpack_at(
-        self, fd: int, place: tuple[tuple[int, ...], int, int], chunk: Array
-    ) -> None:
+    def _unpack_at(self, fd: int, place: _Place, chunk: Array) -> None:
         _, offset, size = place
         packed = os.pread(fd, size, offset)
         if len(packed) < size:

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.data.boxes import Box
 from hpcstrat.data.files.arrow import ArrowLayout
 from hpcstrat.data.files.columns import (
+    BlockCache,
+    BlockColumn,
     Column,
     ContiguousColumn,
-    SlabCache,
-    SlabColumn,
 )
 from hpcstrat.data.files.open_files import OpenFiles
 from hpcstrat.engine.typing import Array
@@ -61,7 +62,7 @@ class ZarrStore:
     the folders of chunks, as by the removal of a chunk, must be found.
     """
 
-    def __init__(self, path: str, files: OpenFiles, cache: SlabCache) -> None:
+    def __init__(self, path: str, files: OpenFiles, cache: BlockCache) -> None:
         try:
             import zarr
         except ImportError as error:
@@ -94,17 +95,18 @@ class ZarrStore:
         for part in self._metadata_of(name):
             files.note(part)
         shared, own = _chunk_folders(os.path.join(self._path, name))
-        for folder in (*shared, *(each for slab in own.values() for each in slab)):
+        for folder in (*shared, *(each for block in own.values() for each in block)):
             files.note(folder)
         size = array.shards[0] if getattr(array, "shards", None) else array.chunks[0]
 
-        def load(slab: int) -> Array:
-            stop = min((slab + 1) * size, array.shape[0])
-            found = np.asarray(array[slab * size : stop])
-            files.check((*shared, *own.get(slab, ())))
+        def load(block: int, box: Box | None = None) -> Array:
+            stop = min((block + 1) * size, array.shape[0])
+            part = () if box is None else box.slices
+            found = np.asarray(array[(slice(block * size, stop), *part)])
+            files.check((*shared, *own.get(block, ())))
             return found
 
-        return SlabColumn(
+        return BlockColumn(
             self._cache,
             (self._path, name),
             np.arange(0, max(array.shape[0], 1), size),
@@ -113,6 +115,7 @@ class ZarrStore:
             shape=tuple(array.shape[1:]),
             dtype=array.dtype,
             how=f"through zarr, {size} rows at once",
+            load_box=load,
         )
 
 
@@ -120,22 +123,22 @@ _ZARR_METADATA = ("zarr.json", ".zgroup", ".zarray", ".zattrs", ".zmetadata")
 
 
 def _chunk_folders(folder: str) -> tuple[list[str], dict[int, list[str]]]:
-    """Return the folders of an array's chunks: those of all slabs, and of each slab."""
+    """Return the folders of an array's chunks: of all blocks, and of each block."""
     shared: list[str] = []
     own: dict[int, list[str]] = {}
     for path, _, _ in os.walk(folder):
         # Zarr 3 has chunk (2, 0) in c/2/0, and Zarr 2 in 2/0 or 2.0.
         parts = os.path.relpath(path, folder).split(os.sep)
-        slab = next((part for part in parts if part not in {".", "c"}), "")
-        if slab.isdecimal():
-            own.setdefault(int(slab), []).append(path)
+        block = next((part for part in parts if part not in {".", "c"}), "")
+        if block.isdecimal():
+            own.setdefault(int(block), []).append(path)
         else:
             shared.append(path)
     return shared, own
 
 
 def parquet_columns(
-    path: str, cache: SlabCache, choose: Callable[[dict[str, Any]], dict[str, Any]]
+    path: str, cache: BlockCache, choose: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> dict[str, Column]:
     """Return columns of a Parquet file; ``pyarrow`` must be installed.
 
@@ -167,7 +170,7 @@ def parquet_columns(
                 )
             place = f"the column {name!r} of {path}"
             layout = ArrowLayout(kind, place, _first_row(file, name, kind, sizes))
-            found[name] = SlabColumn(
+            found[name] = BlockColumn(
                 cache,
                 (path, name),
                 starts,

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import glob
 import os
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from hpcstrat.data.boxes import Box, Boxes
 from hpcstrat.data.file_lists import digest_of, names_of
-from hpcstrat.data.files.columns import Column, SlabCache
+from hpcstrat.data.files.columns import BlockCache, Column
 from hpcstrat.data.files.hdf5 import Hdf5Source, open_hdf5
 from hpcstrat.data.files.netcdf import NetcdfVariable, is_netcdf, variables_of
 from hpcstrat.data.files.open_files import OpenFiles
@@ -25,6 +28,7 @@ from hpcstrat.data.files.others import (
 from hpcstrat.data.rows import Places, Rows, as_places
 from hpcstrat.engine.arrays.recycling import Recycler
 from hpcstrat.engine.hdf5_files import datasets_of
+from hpcstrat.engine.tree import flatten
 from hpcstrat.engine.typing import Array, Tree
 
 __all__ = ["FileRows", "files_of", "matching_files"]
@@ -108,6 +112,15 @@ class _File:
             )
         self.num_rows = next(iter(lengths.values()))
 
+    def boxed(self, boxes: dict[str, Box]) -> _File:
+        """Return the file with boxes of some columns, by the columns' names."""
+        made = copy.copy(self)
+        made.columns = dict(self.columns)
+        for name, box in boxes.items():
+            column = self.columns[name]
+            made.columns[name] = column.boxed(replace(box, lengths=column.shape))
+        return made
+
 
 class FileRows(Rows):
     """The rows of files, as mappings of columns that are nested like the files' groups.
@@ -125,7 +138,7 @@ class FileRows(Rows):
     ) -> None:
         self.paths = list(paths)
         self._files = OpenFiles()
-        self._cache = SlabCache()
+        self._cache = BlockCache()
         # Reuse batches' memory: page faults of new memory cost more than the copying.
         self._memory, self._recycling = Recycler(), threading.Lock()
         self._dimension, self._decode = dimension, decode
@@ -140,6 +153,7 @@ class FileRows(Rows):
         self.cardinality = int(self._starts[-1])
         self._is_bare = isinstance(columns, str) and list(first.columns) == [columns]
         self._is_bare = self._is_bare or list(first.columns) == [""]
+        self.words = self._types()
 
     def _open(self, path: str, wanted: Sequence[str] | None) -> _File:
         if os.path.isdir(path):
@@ -259,11 +273,25 @@ class FileRows(Rows):
         with self._recycling:
             return self._memory.empty(shape, dtype)
 
+    def boxed(self, boxes: Boxes) -> FileRows:
+        """Return the same rows, of which only boxes are read."""
+        names = flatten(self._structured({name: name for name in self.columns()}))[0]
+        chosen = {n: b for n, b in zip(names, boxes, strict=True) if b is not None}
+        made = copy.copy(self)
+        # The lists of a file without rows may have other lengths.
+        made._parts = [
+            file.boxed(chosen) if file.num_rows or file is self._first else file
+            for file in self._parts
+        ]
+        made._first = made._parts[self._parts.index(self._first)]
+        made.words = f"{self.words}, {boxes.words}"
+        return made
+
     def columns(self) -> dict[str, Column]:
         """Return a file's columns, which have the same types in all files."""
         return self._first.columns
 
-    def _structured(self, found: dict[str, Array]) -> Tree:
+    def _structured(self, found: dict[str, Any]) -> Tree:
         if self._is_bare:
             return next(iter(found.values()))
         if self._first.path.endswith(_PARQUET):
@@ -292,7 +320,7 @@ class FileRows(Rows):
     def _num_bytes(self, path: str) -> int | str:
         return "any" if os.path.isdir(path) else self._files.size(path)
 
-    def describe(self) -> str:
+    def _types(self) -> str:
         kinds = ", ".join(
             f"{name} {column.dtype}{list(column.shape)}"
             for name, column in self._first.columns.items()

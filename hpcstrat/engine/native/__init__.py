@@ -30,7 +30,7 @@ __all__ = [
 VERSION = 8
 """Version of the kernel that this package can use; other versions are ignored."""
 
-_READER_VERSION = 2
+_READER_VERSION = 3
 _RULES_VERSION = 1
 _LAST_LINE_VERSION = 1
 

@@ -16,14 +16,14 @@
 #include <sys/uio.h>
 
 /* Linux's limits for one call: MOST_VECTORS vectors and MOST_BYTES bytes. Gaps up to MOST_GAP bytes
- * are read, too. */
+ * are read, too, unless the caller has a lower limit. */
 enum { MOST_VECTORS = 1024, MOST_GAP = 4096 };
 static const int64_t MOST_BYTES = 0x7ffff000;
 
 typedef struct {
     int fd;
     const int64_t *offsets, *places;
-    int64_t rows, row_bytes;
+    int64_t rows, row_bytes, most_gap;
     char *out;
 } request;
 
@@ -35,7 +35,7 @@ static int64_t run(const request *r, int64_t first, struct iovec *vectors, int *
     int count = 0;
     for (; row < r->rows; row++) {
         int64_t gap = r->offsets[row] - end;
-        if (gap > MOST_GAP || gap < 0 || count + 2 > MOST_VECTORS) break;
+        if (gap > r->most_gap || gap < 0 || count + 2 > MOST_VECTORS) break;
         if (row > first && total + gap + r->row_bytes > MOST_BYTES) break;
         if (gap) vectors[count++] = (struct iovec){gap_bytes, (size_t)gap};
         char *place = r->out + (r->places ? r->places[row] : row) * r->row_bytes;
@@ -101,24 +101,26 @@ static int is_sound(const request *r, Py_ssize_t out_bytes) {
     return 1;
 }
 
-/* read_rows(fd, offsets, row_bytes, out, places, announces) -> number of rows before the end of the
- * file. ``offsets`` (in the file) and ``places`` (indices of rows in ``out``; None for the order of
- * the offsets) are int64 arrays. If ``announces``, the operating system is first advised to read
- * all rows ahead. */
+/* read_rows(fd, offsets, row_bytes, out, places, announces, most_gap) -> number of rows before the
+ * end of the file. ``offsets`` (in the file) and ``places`` (indices of rows in ``out``; None for
+ * the order of the offsets) are int64 arrays. If ``announces``, the operating system is first
+ * advised to read all rows ahead. Gaps of more than ``most_gap`` bytes (default and limit:
+ * MOST_GAP) are not read. */
 static PyObject *read_rows(PyObject *Py_UNUSED(self), PyObject *args) {
     int fd, announces;
-    long long row_bytes;
+    long long row_bytes, most_gap = MOST_GAP;
     PyObject *offsets_of, *out_of, *places_of;
-    if (!PyArg_ParseTuple(args, "iOLOOp", &fd, &offsets_of, &row_bytes, &out_of, &places_of,
-                          &announces))
+    if (!PyArg_ParseTuple(args, "iOLOOp|L", &fd, &offsets_of, &row_bytes, &out_of, &places_of,
+                          &announces, &most_gap))
         return NULL;
+    most_gap = most_gap < 0 ? 0 : most_gap > MOST_GAP ? MOST_GAP : most_gap;
     Py_buffer offsets, out, places = {.buf = NULL};
     if (PyObject_GetBuffer(offsets_of, &offsets, PyBUF_SIMPLE)) return NULL;
     PyObject *result = NULL;
     if (PyObject_GetBuffer(out_of, &out, PyBUF_WRITABLE)) goto without_out;
     int has_places = places_of != Py_None;
     if (has_places && PyObject_GetBuffer(places_of, &places, PyBUF_SIMPLE)) goto without_places;
-    request r = {fd, offsets.buf, places.buf, offsets.len / 8, row_bytes, out.buf};
+    request r = {fd, offsets.buf, places.buf, offsets.len / 8, row_bytes, most_gap, out.buf};
     if (has_places && places.len != offsets.len) {
         PyErr_SetString(PyExc_ValueError, "expected as many places as offsets");
     } else if (is_sound(&r, out.len)) {
@@ -188,6 +190,6 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit_reader(void) {
     PyObject *made = PyModule_Create(&module);
-    if (made && PyModule_AddIntConstant(made, "VERSION", 2)) Py_CLEAR(made);
+    if (made && PyModule_AddIntConstant(made, "VERSION", 3)) Py_CLEAR(made);
     return made;
 }

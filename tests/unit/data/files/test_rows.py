@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hpcstrat.data import Dataset, DatasetOptions
 from hpcstrat.data.files import columns as file_columns
-from hpcstrat.data.files.columns import SlabCache
+from hpcstrat.data.files.columns import BlockCache
 from hpcstrat.data.files.open_files import OpenFiles
 from hpcstrat.data.sources import runs_of
 
@@ -340,8 +340,8 @@ def test_runs_have_all_rows_and_no_gap(found: set[int]) -> None:
         assert rows[start] - rows[end - 1] > 1
 
 
-def test_slabs_are_loaded_once_and_dropped_when_they_are_too_many() -> None:
-    cache, loads = SlabCache(most_bytes=300), []
+def test_blocks_are_loaded_once_and_dropped_when_they_are_too_many() -> None:
+    cache, loads = BlockCache(most_bytes=300), []
 
     def load(key: int) -> Any:
         loads.append(key)

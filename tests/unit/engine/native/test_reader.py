@@ -48,6 +48,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Any]:
     seed=st.integers(0, 10_000),
     has_places=st.booleans(),
     announces=st.booleans(),
+    most_gap=st.sampled_from([-1, 0, 1, 500, 4096, 1 << 40]),
 )
 def test_rows_come_to_their_places(
     file: tuple[int, Any],
@@ -57,6 +58,7 @@ def test_rows_come_to_their_places(
     seed: int,
     has_places: bool,
     announces: bool,
+    most_gap: int,
 ) -> None:
     fd, data = file
     rng = np.random.default_rng(seed)
@@ -70,7 +72,8 @@ def test_rows_come_to_their_places(
     places = rng.permutation(room)[: len(rows)] if has_places else None
     out = np.full((room, row_bytes), 7, np.uint8)
     offsets = rows * row_bytes + start
-    assert read(fd, offsets, row_bytes, out, places, announces) == len(rows)
+    found = read(fd, offsets, row_bytes, out, places, announces, most_gap)
+    assert found == len(rows)
     expected = np.full((room, row_bytes), 7, np.uint8)
     inside = np.arange(len(rows)) if places is None else places
     expected[inside] = data[offsets[:, None] + np.arange(row_bytes)]
