@@ -88,6 +88,13 @@ def refuse_torch(name: str, thing: Any) -> None:
 
 def require_one_writer(strategy: Strategy, names: Collection[str]) -> None:
     """Raise RuntimeError if several ranks or workers would write the same files."""
+    if strategy.inside.size > 1:
+        raise NotImplementedError(
+            "expected replicas of one rank for a CheckpointManager, found "
+            f"{strategy.inside.size} ranks per replica, which would all write the same "
+            "files; save variable.numpy() with h5py on the rank with position 0 of "
+            "replica 0"
+        )
     # Ask the launcher for the number of ranks: a strategy of one replica starts no MPI.
     size = launch_from_environment().size
     if not strategy.saves_checkpoints:

@@ -87,7 +87,7 @@ class DistributedDataset(ResumableDataset):
         self._ahead = 0 if stage.is_on_gpu() else max(dataset.ahead, buffered)
         # Do not warn if a whole epoch is shorter than one batch.
         is_short = 0 <= stage.num_rows < stage.batch_size
-        if strategy.replica_id == 0 and not is_short:
+        if strategy.writes and not is_short:
             warn_of_idle(stage.batch_size, strategy.num_replicas_in_sync)
         self._dealing = "own rows first, " if options.own_rows else ""
 
@@ -235,10 +235,7 @@ def _require_one_program(strategy: Replicas, options: InputOptions) -> None:
 
 def _slabs(strategy: Replicas, dataset: Any) -> Any:
     """Replace splits of a data set by the slabs of this rank of its replica."""
-    inside = getattr(strategy, "inside", None)
-    if inside is None or not isinstance(dataset, Dataset):
-        return dataset
-    return dataset.slabs(inside)
+    return dataset.slabs(strategy.inside) if isinstance(dataset, Dataset) else dataset
 
 
 def distribute_dataset(

@@ -170,6 +170,7 @@ class VariableOptions:
     synchronization: VariableSynchronization = VariableSynchronization.AUTO
     aggregation: VariableAggregation = VariableAggregation.NONE
     trainable: bool = True
+    split: Any = None
 
 
 class CommunicationImplementation(_NamedEnum):

@@ -41,6 +41,9 @@ class Replicas(Protocol):
     def replica_id(self) -> int: ...
 
     @property
+    def writes(self) -> bool: ...
+
+    @property
     def num_replicas_in_sync(self) -> int: ...
 
     @property
@@ -61,7 +64,7 @@ class Replicas(Protocol):
     @property
     def puts_on_gpu(self) -> bool: ...
 
-    # `Any`, because the modules of the next five members import this module.
+    # `Any`, because the modules of the next six members import this module.
     @property
     def replicas(self) -> Any: ...
 
@@ -76,6 +79,9 @@ class Replicas(Protocol):
 
     @property
     def split(self) -> Any: ...
+
+    @property
+    def inside(self) -> Any: ...
 
     # `Any` instead of `Settings`, whose fields may be None until all ranks have agreed.
     @property

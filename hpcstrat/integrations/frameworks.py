@@ -25,6 +25,7 @@ __all__ = [
     "meeting_place",
     "refuse_logical_replicas",
     "require",
+    "require_one_rank",
     "require_sums_each_step",
     "run_program",
     "variable_over",
@@ -41,6 +42,18 @@ def require_sums_each_step(strategy: Strategy, what: str) -> None:
             f"expected a strategy whose replicas are in sync for {what}, found "
             f"{strategy!r}; use MultiWorkerMirroredStrategy, or make the model "
             "outside of the scope"
+        )
+
+
+def require_one_rank(strategy: Strategy, what: str) -> None:
+    """Raise NotImplementedError if replicas of a strategy have several ranks.
+
+    Not collective; every rank raises the error, which names the feature ``what``.
+    """
+    if strategy.inside.size > 1:
+        raise NotImplementedError(
+            f"expected replicas of one rank for {what}, found {strategy.inside.size} "
+            "ranks per replica; leave out ranks_per_replica"
         )
 
 
@@ -120,7 +133,7 @@ def meeting_place(strategy: Strategy) -> tuple[str, int]:
     Collective over the strategy's replicas.
     """
     place = None
-    if strategy.replica_id == 0:
+    if strategy.writes:
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]

@@ -238,7 +238,7 @@ class Log:
         """Truncate the log to its restored position; for the library's own modules."""
         collectives, what = self._strategy.collectives, "restore of the log of metrics"
         with collectives.all_raise(what):
-            if self._strategy.replica_id == 0:
+            if self._strategy.writes:
                 position, digest = (int(number) for number in self._place.component)
                 self._cut((position, digest))
         # If replica 0 cannot truncate the log, the other replicas raise here.

@@ -150,16 +150,17 @@ def sum_of_squares(array: Array) -> Any:
 def clip_to_norm(
     arrays: Sequence[Array],
     limit: float,
-    total: Callable[[Any], Any] = lambda squares: squares,
+    total: Callable[[Sequence[Any]], Any] = sum,
 ) -> Any:
     """Scale arrays in place so that their common norm is at most ``limit``.
 
-    Returns the norm before scaling. If ranks have different arrays, ``total`` adds the
-    other ranks' sums of squares. If the norm is not finite, all elements become NaN, to
-    show the error, as in tf.clip_by_global_norm (Pascanu, Mikolov and Bengio, On the
-    difficulty of training recurrent neural networks, ICML 2013, arXiv:1211.5063).
+    Returns the norm before scaling. ``total`` adds the sums of squares of the arrays;
+    if ranks have different arrays, it adds the other ranks', too. If the norm is not
+    finite, all elements become NaN, to show the error, as in tf.clip_by_global_norm
+    (Pascanu, Mikolov and Bengio, On the difficulty of training recurrent neural
+    networks, ICML 2013, arXiv:1211.5063).
     """
-    squares: Any = total(sum(sum_of_squares(array) for array in arrays))
+    squares: Any = total([sum_of_squares(array) for array in arrays])
     if is_device(squares) and all(map(is_device, arrays)):
         return _clip_on_device(arrays, limit, squares)
     norm = math.sqrt(squares)

@@ -61,7 +61,7 @@ class NonFinite:
         # Only steps at powers of two are logged: a broken run must not fill its log.
         if self._steps & (self._steps - 1) == 0:
             message = _describe(strategy, given, combined)
-            if strategy.replica_id == 0:
+            if strategy.writes:
                 get_logger("optimizers").warning(
                     "%s (step %d of this kind, %s)",
                     message,

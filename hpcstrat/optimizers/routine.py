@@ -305,7 +305,15 @@ def is_sharded(optimizer: Any, strategy: Any) -> bool:
 
     Raises ValueError with ``sharded=True`` if the variables cannot be divided.
     """
-    if not optimizer._sharded or strategy.num_ranks == 1:
+    if not optimizer._sharded:
+        return False
+    if strategy.inside.size > 1:
+        raise ValueError(
+            "expected replicas of one rank for sharded=True, found "
+            f"{strategy.inside.size} ranks per replica; leave out sharded=True, and "
+            "divide large variables with split="
+        )
+    if strategy.num_ranks == 1:
         return False
     if not strategy.update_backend().sums_whole or strategy.split is not None:
         raise ValueError(

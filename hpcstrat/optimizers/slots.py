@@ -100,6 +100,21 @@ class Slots:
         has its own part, and checkpoints contain the combined value, for any number of
         replicas. Raises ValueError for a restored value of another shape.
         """
+        if variable.split is not None:
+            # Each rank of a replica has state of its own part.
+            with variable.distribute_strategy.inside.divided():
+                return self._make(kind, variable, array, aggregation, sharded=sharded)
+        return self._make(kind, variable, array, aggregation, sharded=sharded)
+
+    def _make(
+        self,
+        kind: str,
+        variable: Variable,
+        array: Array,
+        aggregation: VariableAggregation,
+        *,
+        sharded: bool,
+    ) -> Variable:
         name, strategy = f"{kind}/{variable.name}", variable.distribute_strategy
         on_read = aggregation is not _NONE
         slot = self._claimed(
@@ -114,7 +129,9 @@ class Slots:
             finally:
                 pop(token)
         if slot is None:
-            slot = _made(name, strategy, array, aggregation, each_has=on_read)
+            split = None if on_read else variable.split
+            each = on_read
+            slot = _made(name, strategy, array, aggregation, each_has=each, split=split)
         owned = self._owned.get(id(variable))
         if owned is None:
             # A method of this object as callback would keep the object alive.
@@ -265,8 +282,11 @@ def _made(
     *,
     is_own: bool = False,
     each_has: bool = False,
+    split: Any = None,
 ) -> Variable:
-    """Make a variable for state; collective unless ``is_own`` and ``each_has``."""
+    """Make a variable for state; collective unless ``is_own`` and ``each_has``.
+
+    ``split`` is that of a divided variable."""
     on, on_read = VariableSynchronization, aggregation is not _NONE
     on_host = not is_device(array)
     # Steps run in replica context, but variables are made in a scope.
@@ -279,6 +299,7 @@ def _made(
             name=name,
             synchronization=on.ON_READ if on_read else on.AUTO,
             aggregation=aggregation,
+            split=split,
         )
     finally:
         pop(token)

@@ -44,6 +44,7 @@ from hpcstrat.safety.divergence.equality import check_equal
 from hpcstrat.safety.divergence.step_digests import StepDigests
 from hpcstrat.strategies import value_reduction
 from hpcstrat.strategies.extended import StrategyExtended
+from hpcstrat.strategies.inside import Inside, parse_shape
 from hpcstrat.strategies.local_replicas import LocalReplicas
 from hpcstrat.strategies.older_methods import OlderMethods
 from hpcstrat.strategies.replica_context import OPERATIONS
@@ -87,6 +88,8 @@ class Strategy(OlderMethods):
         The number of this process, and the number of all processes of the strategy.
     local_replicas : range
         The replicas of this process.
+    inside : Inside
+        The ranks of this process's replica, and the calls among them.
     """
 
     # Subclasses override these attributes, and the methods from `variable_class` to
@@ -103,6 +106,8 @@ class Strategy(OlderMethods):
     puts_on_gpu = False
     # True if this rank may make a CheckpointManager.
     saves_checkpoints = True
+    # The ranks of this process's replica, and the calls among them.
+    inside = Inside(parse_shape(None, None), Collectives(None))
 
     def __init__(
         self,
@@ -181,6 +186,13 @@ class Strategy(OlderMethods):
         entry = current()
         index = entry.index if entry is not None and entry.strategy is self else None
         return block[index or 0]
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes logs and files: the first rank of replica 0.
+
+        For the library's own modules."""
+        return self.replica_id == 0 == self.inside.position
 
     @property
     def collectives(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,8 +40,15 @@ class StrategyRequest:
     settings: Any = None
     devices: Sequence[str] | None = None
     logical_replicas: Any = None
+    # The number of ranks along each axis of a replica.
+    replica_shape: Mapping[str, int] = field(default_factory=dict)
     # Arguments that only this kind of strategy has, already checked by its constructor.
     own: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """The number of ranks of a replica."""
+        return math.prod(self.replica_shape.values())
 
     @property
     def survives(self) -> bool:
@@ -63,6 +71,7 @@ class StrategyRequest:
         words = {
             "replicas_per_worker": self.replicas_per_worker,
             "devices": self.devices,
+            "replica_shape": self.replica_shape if self.ranks_per_replica > 1 else None,
             "logical_replicas": self.logical_replicas,
             "on_error": self.on_error if self.on_error != "abort" else None,
             "on_lost_rank": "raise" if self.survives else None,
@@ -89,6 +98,7 @@ class StrategyRequest:
                 "expected no progress thread with on_lost_rank='raise', found one, "
                 "which could not handle the loss of a rank; omit one of the two options"
             )
+        self._check_replica()
         each = self.replicas_per_worker
         if each is not None and not isinstance(each, numbers.Integral):
             raise TypeError(
@@ -119,6 +129,17 @@ class StrategyRequest:
                 f"{self.comm!r}; pass one, or leave it out for all ranks of the job"
             )
 
+    def _check_replica(self) -> None:
+        """Raise ValueError for options that replicas of several ranks do not have."""
+        options = {"on_error": self.on_error, "on_lost_rank": self.on_lost_rank}
+        for name, found in options.items():
+            if self.ranks_per_replica > 1 and found != "abort":
+                raise ValueError(
+                    f"expected {name}='abort' with replicas of several ranks, found "
+                    f"{found!r}; leave it out, and continue from a checkpoint after an "
+                    "error"
+                )
+
 
 def _is_intracomm(comm: Any) -> bool:
     # The test looks for methods, not for a class, because MPI is not loaded yet.
@@ -128,6 +149,18 @@ def _is_intracomm(comm: Any) -> bool:
 
 _OF_RUN = "the arrays in the arguments of run"
 _OF_MODULE = "the inputs of a replicated PyTorch module"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaConnections:
+    """The connections of strategies whose replicas have several ranks.
+
+    ``inside`` connects the ranks of this rank's replica, and ``across`` the ranks at
+    the same position of all replicas.
+    """
+
+    inside: Connection
+    across: Connection
 
 
 class Connection:
@@ -143,12 +176,15 @@ class Connection:
         self.topology = topology
         self.settings = settings
         self.devices = Devices(topology, settings, replicas_per_worker)
+        self._replicas_per_worker = replicas_per_worker
         self.channel: Channel | None = None
         if topology.num_replicas > 1:
             self.channel = Channel(topology, native=bool(settings.native))
         self._record()
         self.copies: MirroredCopies | None = None
         self.users = 0
+        # The connections of replicas of several ranks, by the number of these ranks.
+        self._divided: dict[int, ReplicaConnections] = {}
         try:
             self._watch(topology, settings)
         except Exception:
@@ -192,6 +228,49 @@ class Connection:
             if channel is not None:
                 channel.close()
             raise
+
+    def divided(self, ranks_per_replica: int) -> ReplicaConnections:
+        """Return the connections of replicas of several ranks; make them once.
+
+        Collective over ``topology.replica_comm``. The ranks of a replica are neighbors
+        in rank order. Raises ValueError on every rank if the ranks cannot be divided.
+        """
+        comm, count = self.topology.replica_comm, ranks_per_replica
+        if comm.size % count:
+            raise ValueError(
+                f"expected a number of ranks that is a multiple of {count}, the ranks "
+                f"of a replica, found {comm.size} ranks; launch {comm.size // count} x "
+                f"{count} = {comm.size // count * count} ranks, or change the replica"
+            )
+        found = self._divided.get(count)
+        if found is None:
+            replica, position = divmod(comm.rank, count)
+            found = ReplicaConnections(self._part(replica), self._part(position))
+            self._divided[count] = found
+        found.inside.users += 1
+        found.across.users += 1
+        return found
+
+    def _part(self, color: int) -> Connection:
+        """Return a connection of the ranks that pass the same number; collective."""
+        whole = self.topology.replica_comm
+        comm: Any = whole.Split(color, self.topology.replica_id)
+        each = self._replicas_per_worker
+        try:
+            topology = Topology(comm, replicas_per_worker=each)
+        finally:
+            comm.Free()
+        for name in ("gpu", "shares_gpu", "mpi_reads_gpu", "nccl"):
+            setattr(topology, name, getattr(self.topology, name))
+        return Connection(topology, self.settings, each)
+
+    def leave_divided(self, ranks_per_replica: int) -> None:
+        """Undo one call of `divided`; collective over ``topology.replica_comm``."""
+        found = self._divided[ranks_per_replica]
+        if found.inside.users == 1:
+            del self._divided[ranks_per_replica]
+        found.inside.close(None)
+        found.across.close(None)
 
     def close(self, key: Any) -> None:
         """Free the topology and the channel, if no other strategy uses them.

@@ -408,7 +408,7 @@ class StrategyExtended:
     @property
     def experimental_should_init(self) -> bool:
         """Whether this process initializes shared data: True on replica 0 only."""
-        return self._strategy.replica_id == 0
+        return self._strategy.writes
 
     @property
     def should_checkpoint(self) -> bool:
@@ -417,12 +417,12 @@ class StrategyExtended:
         All replicas must call a `CheckpointManager`, including replicas where this
         property is False.
         """
-        return self._strategy.replica_id == 0
+        return self._strategy.writes
 
     @property
     def should_save_summary(self) -> bool:
         """Whether this process writes summaries: True on replica 0 only."""
-        return self._strategy.replica_id == 0
+        return self._strategy.writes
 
     @contextmanager
     def _in_scope(self, what: str) -> Iterator[None]:

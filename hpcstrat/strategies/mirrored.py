@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hpcstrat.cluster_resolver import launch_from_environment
@@ -10,7 +10,7 @@ from hpcstrat.engine.calls.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.settings import Settings
 from hpcstrat.errors import TopologyError
 from hpcstrat.strategies.devices import gpu_numbers, parse_device
-from hpcstrat.strategies.on_mpi import MpiStrategy
+from hpcstrat.strategies.on_mpi import MpiStrategy, checked_shape
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -31,6 +31,8 @@ class MirroredStrategy(MpiStrategy):
         CPUs, by the setting ``device``; CPUs are named ``CPU:0``, ``CPU:1``, ...
     cross_device_ops : CrossDeviceOps, optional
         The algorithm that sums buffers; default: chosen by the library.
+    ranks_per_replica, replica_shape : int, dict of str to int, optional
+        The ranks of each replica, as in `MultiWorkerMirroredStrategy`.
     comm : mpi4py.MPI.Intracomm, optional
         The strategy's ranks, which must share a node; default: all ranks of the job.
     on_error : str
@@ -55,11 +57,14 @@ class MirroredStrategy(MpiStrategy):
         devices: Sequence[str] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         *,
+        ranks_per_replica: int | None = None,
+        replica_shape: Mapping[str, int] | None = None,
         comm: MPI.Intracomm | None = None,
         on_error: str = "abort",
         settings: Settings | None = None,
     ) -> None:
-        names, problem, logical = None, None, None
+        names, logical = None, None
+        problem, shape = checked_shape(ranks_per_replica, replica_shape)
         try:
             if devices is not None:
                 names = [parse_device(name) for name in devices]
@@ -75,6 +80,7 @@ class MirroredStrategy(MpiStrategy):
             settings=settings,
             devices=names,
             logical_replicas=logical,
+            replica_shape=shape,
             problem=problem,
         )
         # From here on all ranks have the same topology and names, so either all ranks

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hpcstrat.engine.calls.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.options import CommunicationOptions
 from hpcstrat.engine.settings import Settings
-from hpcstrat.strategies.on_mpi import MpiStrategy
+from hpcstrat.strategies.on_mpi import MpiStrategy, checked_shape
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
 class MultiWorkerMirroredStrategy(MpiStrategy):
-    """Synchronous training on all ranks of a job, with one replica on each rank.
+    """Synchronous training on all ranks of a job.
+
+    A replica is one rank, or several ranks that solve a part of a problem together.
 
     Collective over ``comm``.
 
@@ -29,6 +32,15 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
         Each rank runs several replicas, one after the other, and every result has the
         same bits on any number of ranks; see ``docs/user-guide/same-bits.md``. Default:
         one replica on each rank.
+    ranks_per_replica : int, optional
+        Number of ranks of each replica, which divides the number of ranks and is equal
+        on every rank. The ranks of a replica are neighbors in rank order; they use the
+        calls of the attribute ``inside``, see ``docs/user-guide/inside.md``. Values
+        that leave a replica, such as losses and gradients, must be equal on its ranks.
+        Default: 1.
+    replica_shape : dict of str to int, optional
+        Instead of ``ranks_per_replica``: the numbers of ranks along named axes, such as
+        ``{"x": 2, "y": 2}``. The last axis varies fastest in rank order.
     replicas_per_worker : int, optional
         Divide each node's ranks into workers of this size. Default: one worker per
         node.
@@ -55,7 +67,8 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
     Raises
     ------
     ValueError
-        If there are fewer logical replicas than ranks. On every rank.
+        If there are fewer logical replicas than ranks, or if the ranks cannot be
+        divided into replicas. On every rank.
     TopologyError
         If a progress thread is requested but MPI was started for one thread, if
         ``on_lost_rank="raise"`` is not supported by this MPI library or launcher, if
@@ -70,6 +83,8 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
         communication_options: CommunicationOptions | None = None,
         *,
         logical_replicas: int | None = None,
+        ranks_per_replica: int | None = None,
+        replica_shape: Mapping[str, int] | None = None,
         replicas_per_worker: int | None = None,
         comm: MPI.Intracomm | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
@@ -79,7 +94,7 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
         settings: Settings | None = None,
     ) -> None:
         # `MpiStrategy` raises this error after it has notified the other ranks.
-        problem = None
+        problem, shape = checked_shape(ranks_per_replica, replica_shape)
         if hasattr(cluster_resolver, "Get_size"):
             problem = TypeError(
                 "expected a cluster resolver as first argument, found a communicator; "
@@ -95,6 +110,7 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
             on_lost_rank=on_lost_rank,
             settings=settings,
             logical_replicas=logical_replicas,
+            replica_shape=shape,
             problem=problem,
         )
         self._cluster_resolver = cluster_resolver

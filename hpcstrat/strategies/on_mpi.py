@@ -12,18 +12,29 @@ from hpcstrat.engine.calls.cross_device_ops import (
 )
 from hpcstrat.engine.calls.replica_collectives import Collectives
 from hpcstrat.engine.channel.entries import collective
+from hpcstrat.engine.channel.position import Position
 from hpcstrat.engine.logical.replica_sums import require_no_wire_dtype
 from hpcstrat.engine.logical.threads import fix_threads
-from hpcstrat.engine.options import CommunicationOptions
+from hpcstrat.engine.options import CommunicationOptions, VariableOptions
 from hpcstrat.engine.settings import Settings
 from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.errors import RankLostError
+from hpcstrat.safety.divergence.copies import MirroredCopies
 from hpcstrat.safety.divergence.step_digests import StepDigests
 from hpcstrat.safety.watchdog import watchdog
 from hpcstrat.strategies.base import Strategy
-from hpcstrat.strategies.connection import StrategyRequest, as_loss, connect
+from hpcstrat.strategies.connection import (
+    Connection,
+    ReplicaConnections,
+    StrategyRequest,
+    as_loss,
+    connect,
+)
+from hpcstrat.strategies.inside import Inside, parse_shape
 from hpcstrat.strategies.own_reductions import HookedCollectives
-from hpcstrat.variables import MirroredVariable
+from hpcstrat.strategies.update_backends import Copies, PositionCopies
+from hpcstrat.strategies.whole_values import WholeCollectives
+from hpcstrat.variables import DividedVariable, MirroredVariable
 
 
 def _require_ops(ops: Any) -> None:
@@ -48,6 +59,33 @@ def _require_any_order(ops: CrossDeviceOps | None, options: Any) -> None:
             "expected sums with logical replicas, which are added in the order of a "
             f"tree, found {found}; leave it out, or use merge_call and all_gather"
         )
+
+
+def _problem(request: StrategyRequest, ops: Any, options: Any) -> Exception | None:
+    """Return the error in the options of calls, or None."""
+    try:
+        _require_ops(ops)
+        Collectives(None, ops, options)
+        if request.logical_replicas is not None:
+            _require_any_order(ops, options)
+        if request.ranks_per_replica > 1 and ops is not None and ops.overrides():
+            raise ValueError(
+                "expected an algorithm of the library with replicas of several ranks, "
+                f"found the hooks of {type(ops).__name__}; leave them out"
+            )
+    except Exception as error:
+        return error
+    return None
+
+
+def checked_shape(ranks: Any, shape: Any) -> tuple[Exception | None, dict[str, int]]:
+    """Return the error in arguments for the ranks of a replica, or None, and its shape.
+
+    The constructor raises the error after it has notified the other ranks."""
+    try:
+        return None, parse_shape(ranks, shape)
+    except (TypeError, ValueError) as error:
+        return error, parse_shape(None, None)
 
 
 class MpiStrategy(Strategy):
@@ -82,26 +120,29 @@ class MpiStrategy(Strategy):
         # Errors in arguments are passed to `connect`, which raises an error on all
         # ranks: if this rank alone raised an error, the other ranks would wait for it.
         if problem is None:
-            try:
-                _require_ops(cross_device_ops)
-                Collectives(None, cross_device_ops, communication_options)
-                if logical_replicas is not None:
-                    _require_any_order(cross_device_ops, communication_options)
-            except Exception as error:
-                problem = error
-        self._key, self._connection = connect(request, problem)
-        connection = self._connection
+            problem = _problem(request, cross_device_ops, communication_options)
+        self._key, self._everyone = connect(request, problem)
+        # Only with replicas of several ranks: further connections, what `run` counts,
+        # and the comparison of copies inside of the replica.
+        self._inner: ReplicaConnections | None = None
+        self._counted: list[Position] = []
+        self._copies_inside: MirroredCopies | None = None
         # Other strategies may still use the connection after this strategy is closed.
         self._closed = False
-        hooked = cross_device_ops is not None and cross_device_ops.overrides()
-        kind: Any = HookedCollectives if hooked else Collectives
-        collectives = kind(connection.channel, cross_device_ops, communication_options)
-        if isinstance(collectives, HookedCollectives):
+        connection = self._connection = self._divided_connection(request)
+        given = connection.channel, cross_device_ops, communication_options
+        collectives: Collectives
+        if self._inner is not None:
+            collectives = WholeCollectives(*given, self.inside)
+        elif cross_device_ops is not None and cross_device_ops.overrides():
+            collectives = HookedCollectives(*given)
             collectives.strategy = self
+        else:
+            collectives = Collectives(*given)
         ranks = connection.topology.num_replicas
         if logical_replicas is not None and logical_replicas < ranks:
             # Every rank raises this error, because all ranks requested the same number.
-            connection.close(self._key)
+            self._close_connections()
             raise ValueError(
                 f"expected logical_replicas >= {ranks}, the number of ranks, found "
                 f"{logical_replicas}; launch fewer ranks, or ask for more replicas"
@@ -119,8 +160,64 @@ class MpiStrategy(Strategy):
             self._thread_limits = fix_threads(
                 self.settings.math_threads or 1, self.num_replicas_in_sync
             )
-        if self.settings.step_digests and self.rank == 0:
+        if self.settings.step_digests and self.rank == self.inside.position == 0:
             self.digests = StepDigests(self.settings.step_digests)
+
+    def _divided_connection(self, request: StrategyRequest) -> Connection:
+        """Return the connection of this position in all replicas; make ``inside``.
+
+        If a replica is one rank, this is the connection of all ranks.
+        """
+        count, shape = request.ranks_per_replica, request.replica_shape
+        if count == 1:
+            self.inside = Inside(shape or parse_shape(None, None), Collectives(None))
+            return self._everyone
+        try:
+            inner = self._everyone.divided(count)
+        except ValueError:
+            # All ranks raise this error.
+            self._everyone.close(self._key)
+            raise
+        replica = self._everyone.topology.replica_id // count
+        self.inside = Inside(shape, Collectives(inner.inside.channel), replica)
+        channels = [c.channel for c in (inner.inside, self._everyone)]
+        self._counted = [c.position for c in channels if c is not None]
+        self._copies_inside = inner.inside.copies
+        self.run = self._run_counted  # type: ignore[method-assign]
+        self._inner = inner
+        return inner.across
+
+    def _run_counted(self, *args: Any, **kwargs: Any) -> Any:
+        """Count the step on all channels, and run it.
+
+        If a rank leaves out a call inside of its replica, its step count then differs
+        from that of the others in the next call, on whatever channel.
+        """
+        for position in self._counted:
+            position.enter_run()
+        return super().run(*args, **kwargs)
+
+    @property
+    def _connections(self) -> list[Connection]:
+        """This strategy's connections: across replicas, inside, and of all ranks."""
+        if self._inner is None:
+            return [self._everyone]
+        return [self._inner.across, self._inner.inside, self._everyone]
+
+    def _close_connections(self) -> None:
+        """Leave the connections; collective over all ranks of the strategy."""
+        if self._inner is not None:
+            self.inside.close()
+            self._everyone.leave_divided(self.inside.size)
+        self._everyone.close(self._key)
+
+    def variable_class(self, options: VariableOptions) -> Any:
+        if options.split is None or self.inside.size == 1:
+            return super().variable_class(options)
+        return DividedVariable
+
+    def update_backend(self) -> type[Copies]:
+        return PositionCopies if self.inside.size > 1 else super().update_backend()
 
     def _require_devices(
         self, names: Sequence[str] | None, least: int, argument: str
@@ -143,7 +240,7 @@ class MpiStrategy(Strategy):
     def _bind(self, names: Sequence[str] | None = None) -> None:
         """Assign a device to each rank, at the end of the constructor."""
         try:
-            self._devices = self._connection.devices.bind(names)
+            self._devices = self._everyone.devices.bind(names)
         except Exception as error:
             # All ranks raise this error, so all close the strategy, or abandon it after
             # the loss of a rank, because `close` would wait for the lost rank.
@@ -153,7 +250,7 @@ class MpiStrategy(Strategy):
             else:
                 self.close()
             raise found from found.__cause__
-        self.device = self._devices[self.topology.worker_comm.rank]
+        self.device = self._devices[self._everyone.topology.worker_comm.rank]
         if self.logical and self.topology.gpu is not None:
             from hpcstrat.engine.gpu.replica_device import ReplicaDevice
 
@@ -187,8 +284,13 @@ class MpiStrategy(Strategy):
         return self._connection.settings
 
     def variable_made(self, variable: MirroredVariable) -> None:
-        if self._connection.copies is not None:
-            self._connection.copies.add(variable)
+        copies = [self._connection.copies]
+        if variable.split is None:
+            # The copies of the replica's ranks must be equal, too.
+            copies.append(self._copies_inside)
+        for compared in copies:
+            if compared is not None:
+                compared.add(variable)
         if self.digests is not None:
             self.digests.add(variable)
         # Parameters are in variables, so plain arguments of `run` are not parameters.
@@ -217,8 +319,9 @@ class MpiStrategy(Strategy):
     @collective
     def check_divergence(self) -> None:
         self._require_cross("check_divergence")
-        if self._connection.copies is not None:
-            self._connection.copies.check()
+        for copies in (self._connection.copies, self._copies_inside):
+            if copies is not None:
+                copies.check()
 
     @property
     def topology(self) -> Topology:
@@ -239,7 +342,8 @@ class MpiStrategy(Strategy):
         """
         self._closed = True
         self._close_meetings()
-        self._connection.abandon(self._key)
+        for connection in self._connections:
+            connection.abandon(self._key)
 
     def _close_meetings(self) -> None:
         if self.digests is not None:
@@ -255,14 +359,16 @@ class MpiStrategy(Strategy):
         if not self._closed:
             # After an error, step counts may differ between ranks. They are reset here,
             # because different counts would stop the collective close with an error.
-            if self._connection.channel is not None:
-                self._connection.channel.failures.meet()
+            for connection in self._connections:
+                if connection.channel is not None:
+                    connection.channel.failures.meet()
             self.collectives.barrier("close")
             self._closed = True
             # The collectives are closed before the connection, because their plans use
             # shared memory of the topology.
             self.collectives.close()
             self._close_meetings()
-            if self._connection.copies is not None:
-                self._connection.copies.leave_out(self)
-            self._connection.close(self._key)
+            for copies in (self._connection.copies, self._copies_inside):
+                if copies is not None:
+                    copies.leave_out(self)
+            self._close_connections()

@@ -19,6 +19,7 @@ from hpcstrat.engine.values import localize
 if TYPE_CHECKING:
     # Imported for types only: the strategy module imports this module.
     from hpcstrat.strategies.base import Strategy
+    from hpcstrat.strategies.inside import Inside
 
 # Types of ``reduce_op`` that the fast path can use as keys of a dict.
 OPERATIONS = str, ReduceOp
@@ -60,6 +61,11 @@ class ReplicaContext:
         # A function that knows its number can choose its rows of equal arguments.
         self._strategy.chooses_rows()
         return self._replica_id
+
+    @property
+    def inside(self) -> Inside:
+        """The ranks of this replica, and the calls among them."""
+        return self._strategy.inside
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -204,12 +204,12 @@ class StepSlices(Copies):
         return IndexedSlices(gradient.values[kept], indices, shape)
 
     def all_finite(self, finite: bool) -> bool:
-        return not self.total(float(not finite))
+        return not self.total([float(not finite)])
 
-    def total(self, squares: Any) -> float:
+    def total(self, squares: Sequence[Any]) -> float:
         # Only the first worker's ranks contribute: every worker's slices cover all
         # elements, and each element must be counted once.
-        own = np.array(0.0 if self._worker_id else squares, np.float64)
+        own = np.array(0.0 if self._worker_id else sum(squares), np.float64)
         what = f"{self._label}: a number of all slices"
         return float(self._collectives.batch_reduce(ReduceOp.SUM, own, what))
 

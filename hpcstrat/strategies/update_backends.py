@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Array
@@ -77,13 +79,13 @@ class Copies:
         """
         return finite
 
-    def total(self, squares: Any) -> Any:
+    def total(self, squares: Sequence[Any]) -> Any:
         """Return the squared norm of all gradients together.
 
-        ``squares`` is the squared norm of this rank's part of the gradients. Collective
-        over the strategy's replicas.
+        ``squares`` are the squared norms of the gradients, or of this rank's parts of
+        them. Collective over the strategy's replicas.
         """
-        return squares
+        return sum(squares)
 
     def gather_whole(self, reduced: list[Any], own: list[Any]) -> list[Any]:
         """Return the combined gradients of all elements.
@@ -115,6 +117,56 @@ class Copies:
         returns the variables' arrays, or, for a rule with two stages, the complete
         results of the first stage.
         """
+
+
+class PositionCopies(Copies):
+    """A backend for replicas of several ranks.
+
+    The ranks at one position of all replicas sum their gradients. Gradients of divided
+    variables differ between positions; others must be whole, see
+    `hpcstrat.strategies.inside`.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        pairs: Sequence[tuple[Any, Any]],
+        label: str,
+        op: ReduceOp,
+        *,
+        by_elements: bool,
+    ) -> None:
+        super().__init__(strategy, pairs, label, op, by_elements=by_elements)
+        variables = self._variables
+        self._divided = [i for i, v in enumerate(variables) if v.split is not None]
+        self._whole = [i for i, v in enumerate(variables) if v.split is None]
+        if self._divided and not by_elements:
+            names = ", ".join(variables[i].name for i in self._divided)
+            raise ValueError(
+                "expected a rule that updates each element by itself for the divided "
+                f"variables {names}, found another; use SGD or Adam, for example"
+            )
+
+    def reduce(self, gradients: list[Any], out: list[Array] | None) -> list[Any]:
+        inside, names = self._strategy.inside, [v.name for v in self._variables]
+        whole = [own[i] for own in gradients for i in self._whole]
+        if whole:
+            named = [f"the gradient of {names[i]!r}" for i in self._whole]
+            inside.require_whole("apply_gradients", whole, named * len(gradients))
+        with inside.divided():
+            return super().reduce(gradients, out)
+
+    def all_finite(self, finite: bool) -> bool:
+        if not self._divided:
+            return finite
+        return not int(self._strategy.inside.sum(np.int64(not finite)))
+
+    def total(self, squares: Sequence[Any]) -> Any:
+        total = sum(squares[i] for i in self._whole)
+        if self._divided:
+            own = np.float64(sum(squares[i] for i in self._divided))
+            total = total + float(self._strategy.inside.sum(own))
+        return total
 
 
 class Parts(Copies):

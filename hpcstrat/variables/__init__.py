@@ -8,6 +8,7 @@ replica's own component. In cross-replica context, a read combines the component
 from hpcstrat.engine.values import HostValue
 from hpcstrat.variables.aggregation_rules import rule_of, share_of
 from hpcstrat.variables.central import CentralVariable
+from hpcstrat.variables.divided import DividedVariable
 from hpcstrat.variables.replicated import (
     DistributedVariable,
     MirroredVariable,
@@ -26,6 +27,7 @@ from hpcstrat.variables.variable import Variable
 __all__ = [
     "CentralVariable",
     "DistributedVariable",
+    "DividedVariable",
     "HostValue",
     "MirroredVariable",
     "ShardedVariable",

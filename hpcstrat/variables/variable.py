@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -76,6 +76,11 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         ``AUTO``, ``ON_WRITE`` or ``ON_READ``; plain variables ignore this option.
     aggregation : VariableAggregation or str
         The operation that combines the replicas' values.
+    split : int or dict of str to int, optional
+        With replicas of several ranks: the axis along which these ranks divide the
+        value, or an axis for each of several axes of ``replica_shape``. Each rank gives
+        its own part as ``initial_value``, with the rows of ``strategy.inside.part``.
+        Where a replica is one rank, its part is the whole value.
 
     Attributes
     ----------
@@ -95,6 +100,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
 
     is_remote = False
     is_sharded = False
+    split: Any = None
     _is_distributed = False
     _strategy: Any = None
 
@@ -123,9 +129,10 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         dtype: Any = None,
         synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
         aggregation: VariableAggregation | str = VariableAggregation.NONE,
+        split: int | Mapping[str, int] | None = None,
     ) -> None:
         self.name = name or "Variable"
-        options = _options(trainable, synchronization, aggregation)
+        options = _options(trainable, synchronization, aggregation, split)
         self.aggregation = options.aggregation
         self.synchronization = options.synchronization
         self.trainable = options.trainable
@@ -137,6 +144,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
                 f"expected synchronization AUTO, ON_WRITE or ON_READ for variable "
                 f"{self.name!r}, found NONE; leave it out for the default"
             )
+        self._given_split = split
         self._keep(self._initialize(initial_value, dtype))
         self._made()
 
@@ -674,6 +682,7 @@ def _options(
     trainable: Any = None,
     synchronization: Any = VariableSynchronization.AUTO,
     aggregation: Any = VariableAggregation.NONE,
+    split: Any = None,
     **_: Any,
 ) -> VariableOptions:
     """Parse the options of a variable; raise ValueError for a wrong option."""
@@ -682,9 +691,13 @@ def _options(
     # As in tf.distribute, ON_READ variables are not trainable by default: the replicas'
     # parts of a total have no gradient.
     default = on is not VariableSynchronization.ON_READ
-    return VariableOptions(
-        on, aggregation, default if trainable is None else bool(trainable)
-    )
+    if split is not None and on is VariableSynchronization.ON_READ:
+        raise ValueError(
+            "expected no synchronization ON_READ of a variable with split, found it; "
+            "leave one of the two out"
+        )
+    trains = default if trainable is None else bool(trainable)
+    return VariableOptions(on, aggregation, trains, split)
 
 
 def apply_into(component: Array, method: str, array: Array) -> None:

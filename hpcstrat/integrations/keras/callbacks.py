@@ -31,7 +31,7 @@ _WRITERS = tuple(
 
 def chosen(callbacks: list[Any], strategy: Strategy) -> list[Any]:
     """Return this replica's callbacks; only replica 0 keeps those that write files."""
-    if strategy.replica_id == 0:
+    if strategy.writes:
         return callbacks
     # Several replicas that write the same file would corrupt it.
     return [callback for callback in callbacks if not isinstance(callback, _WRITERS)]

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from hpcstrat.data import Dataset
-from hpcstrat.integrations.frameworks import require_sums_each_step
+from hpcstrat.integrations.frameworks import require_one_rank, require_sums_each_step
 from hpcstrat.integrations.keras.dealt_batches import DealtBatches, dealt
 from hpcstrat.integrations.keras.distributed_model import DistributedMethods
 from hpcstrat.integrations.keras.logical_training import LogicalDistributed
@@ -96,6 +96,7 @@ def distribute_with(
     If building the model reads a batch of ``data["x"]``, this function replaces
     ``data["x"]``, so that no batch is lost.
     """
+    require_one_rank(strategy, _WHAT)
     require_sums_each_step(strategy, _WHAT)
     if not all(layer.built for layer in model._flatten_layers()):
         data["x"] = dealt(data["x"], strategy)
@@ -124,6 +125,7 @@ def owner_of(model: Any) -> Strategy:
 
 
 def _distribute(model: Any, strategy: Strategy, *, by_scope: bool = False) -> Any:
+    require_one_rank(strategy, _WHAT)
     require_sums_each_step(strategy, _WHAT)
     begin = functools.partial(_put_on, model, strategy, by_scope=by_scope)
     return strategy.collectives.call("distribute", begin)

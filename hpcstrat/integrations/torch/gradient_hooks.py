@@ -371,7 +371,7 @@ class Replicated:
             taken = list(self._taken)
             marks[_DENSE, taken] = 1
             marks[_AGAIN, [i for i in taken if i in self._touched]] = 1
-            if self.strategy.replica_id == 0:
+            if self.strategy.writes:
                 marks[_ORDER, touched] = range(1, len(touched) + 1)
         return marks
 

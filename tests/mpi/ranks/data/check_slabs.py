@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +17,9 @@ from tests.mpi.ranks.outcomes import outcome
 ROWS, SHAPE = 14, (5, 6)
 
 
-class _Inside:
-    """Stands for ``strategy.inside`` of a rank of a replica of several ranks."""
-
-    def __init__(self, size: int, position: int) -> None:
-        self.size, self.position = size, position
-
-    def part(self, length: int, axis: str | None = None) -> slice:
-        if axis is not None:
-            raise ValueError(f"expected no axis, found {axis}; leave it out")
-        first = self.position * length // self.size
-        return slice(first, (self.position + 1) * length // self.size)
-
-
-@contextmanager
-def replicas_of(count: int, job: Any, **options: Any) -> Iterator[Any]:
-    """Yield a strategy whose replicas consist of ``count`` neighboring ranks."""
-    comm = job.Split(job.rank % count, job.rank)
-    with hs.MultiWorkerMirroredStrategy(comm=comm, **options) as strategy:
-        vars(strategy)["inside"] = _Inside(count, job.rank % count)
-        yield strategy
-    comm.Free()
+def replicas_of(count: int, **options: Any) -> Any:
+    """Return a strategy whose replicas consist of ``count`` neighboring ranks."""
+    return hs.MultiWorkerMirroredStrategy(ranks_per_replica=count, **options)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +27,7 @@ def replicas(job: Any) -> Iterator[dict[int, Any]]:
     """Yield strategies by the number of ranks of their replicas."""
     counts = [count for count in range(1, job.size + 1) if job.size % count == 0]
     with ExitStack() as stack:
-        yield {c: stack.enter_context(replicas_of(c, job)) for c in counts}
+        yield {c: stack.enter_context(replicas_of(c)) for c in counts}
 
 
 @pytest.fixture
