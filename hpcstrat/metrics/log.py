@@ -281,8 +281,8 @@ class Log:
         return bool(context.strategy.replica_id == replica)
 
     def _writes(self) -> bool:
-        """Return whether this replica writes the log."""
-        return self._is(0)
+        """Return whether this replica writes the log, on this rank."""
+        return self._is(0) and self._strategy.inside.position == 0
 
     def _begin(self) -> None:
         """Before the first record, remove the lines of an earlier training."""

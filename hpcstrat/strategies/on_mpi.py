@@ -130,15 +130,16 @@ class MpiStrategy(Strategy):
         # Other strategies may still use the connection after this strategy is closed.
         self._closed = False
         connection = self._connection = self._divided_connection(request)
-        given = connection.channel, cross_device_ops, communication_options
+        ops, options = cross_device_ops, communication_options
+        channel = connection.channel
         collectives: Collectives
-        if self._inner is not None:
-            collectives = WholeCollectives(*given, self.inside)
-        elif cross_device_ops is not None and cross_device_ops.overrides():
-            collectives = HookedCollectives(*given)
-            collectives.strategy = self
+        if self.inside.size > 1:
+            collectives = WholeCollectives(channel, ops, options, self.inside)
+        elif ops is not None and ops.overrides():
+            hooked = collectives = HookedCollectives(channel, ops, options)
+            hooked.strategy = self
         else:
-            collectives = Collectives(*given)
+            collectives = Collectives(channel, ops, options)
         ranks = connection.topology.num_replicas
         if logical_replicas is not None and logical_replicas < ranks:
             # Every rank raises this error, because all ranks requested the same number.

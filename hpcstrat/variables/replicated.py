@@ -177,7 +177,9 @@ class MirroredVariable(DistributedVariable, Mirrored):
             own = self._converted(method, value)
             return self._apply_combined(method, own, apply, read_value)
         if mode is _REPLICA:
-            return self._apply(method, self._converted(method, value), read_value)
+            own = self._converted(method, value)
+            self._require_whole(method, own)
+            return self._apply(method, own, read_value)
         if mode is _UPDATE:
             return self._apply(method, self._one_value(method, value), read_value)
         # If the value has a wrong shape or dtype on one replica, no replica may change
@@ -185,6 +187,11 @@ class MirroredVariable(DistributedVariable, Mirrored):
         with self._strategy.all_or_none(self, method):
             result = self._apply(method, self._one_value(method, value), read_value)
         return self._as_mirrored(result)
+
+    def _require_whole(self, method: str, value: Any) -> None:
+        """Raise CollectiveError if the ranks of this replica have other values."""
+        what = f"{method} of variable {self.name!r}"
+        self._strategy.inside.require_whole(what, value)
 
     def _combines(self) -> bool:
         """Return whether an update in replica context combines replicas' values."""
@@ -244,6 +251,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
             return self._as_mirrored(result)
         if not self._combines():
             self._require_meaning(method)
+            self._require_whole(method, rows)
             return self._scatter_own(method, rows)
         self._require_aggregation(method)
         self._require_meaning(method)

@@ -74,6 +74,8 @@ def combine_terms(
         return
     wide = _wide(total.dtype, function)
     if wide == total.dtype:
+        # A ufunc whose output overlaps an input may have other bits.
+        scratch = np.empty_like(total) if scratch is None else scratch
         add_in_order(terms, total, scratch, function)
         divide(total, divisor)
         return

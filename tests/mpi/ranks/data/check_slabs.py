@@ -136,7 +136,7 @@ def test_a_position_continues_with_another_number_of_ranks(
 @pytest.mark.rule
 def test_logical_replicas_get_slabs(job: Any, folder: Path, whole: Any) -> None:
     rows = _rows(folder, whole).split({"u": 1}).batch(4)
-    with replicas_of(job.size, job, logical_replicas=2) as strategy:
+    with replicas_of(job.size, logical_replicas=2) as strategy:
         part = strategy.inside.part(SHAPE[1])
         for batch in strategy.experimental_distribute_dataset(rows):
             # A batch has one component for each of this rank's replicas.
@@ -178,7 +178,7 @@ def test_wrong_splits_are_errors_on_all_ranks(
     if job.size == 1:
         return
     batches = rows.split({"u": 0}, along="x").batch(4)
-    with replicas_of(job.size, job) as strategy:
+    with replicas_of(job.size) as strategy:
         error = outcome(strategy.experimental_distribute_dataset, batches)
         assert isinstance(error, ValueError)
         assert "found x" in str(error)

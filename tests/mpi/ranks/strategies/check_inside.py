@@ -1,0 +1,329 @@
+"""Replicas of several ranks compute what one process computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hpcstrat as hs
+from tests.mpi.ranks.outcomes import assert_same_bits, outcome
+
+pytestmark = pytest.mark.rule
+
+NX, NY, STEPS = 11, 3, 20
+RULES: list[Callable[[], Any]] = [
+    lambda: hs.optimizers.SGD(0.004, momentum=0.5),
+    lambda: hs.optimizers.SGD(0.004, clip_global_norm=0.4),
+    lambda: hs.optimizers.Adam(0.01),
+]
+
+
+@pytest.fixture(scope="module")
+def strategies(job: Any) -> Iterator[dict[int, Any]]:
+    """Yield strategies by the number of ranks of their replicas."""
+    counts = [count for count in range(1, job.size + 1) if job.size % count == 0]
+    with ExitStack() as stack:
+        yield {
+            count: stack.enter_context(
+                hs.MultiWorkerMirroredStrategy(ranks_per_replica=count)
+            )
+            for count in counts
+        }
+
+
+@pytest.fixture
+def divided(strategies: dict[int, Any]) -> Any:
+    """Return the strategy with all ranks in one replica."""
+    return strategies[max(strategies)]
+
+
+class Whole:
+    """Stands for `Inside` in one process, with NumPy on whole fields."""
+
+    def sum(self, value: Any) -> Any:
+        return value
+
+    def halo(self, field: Any, axis: int, width: int) -> Any:
+        assert axis == 0
+        return np.pad(field, ((width, width), (0, 0)))
+
+    def halo_adjoint(self, field: Any, axis: int, width: int) -> Any:
+        assert axis == 0
+        return field[width:-width]
+
+
+def gradients(inside: Any, field: Any, theta: Any, target: Any) -> tuple[Any, ...]:
+    """Return the loss of a smoothed field, and its gradients."""
+    padded = inside.halo(field, 0, 1)
+    curved = padded[2:] - 2 * field + padded[:-2]
+    error = field + theta * curved - target
+    loss = inside.sum(np.float64((error**2).sum())) / target[0].size
+    d_error = 2 * error / target[0].size
+    d_curved = theta * d_error
+    d_padded = np.zeros_like(padded)
+    d_padded[2:] += d_curved
+    d_padded[:-2] += d_curved
+    d_field = d_error - 2 * d_curved + inside.halo_adjoint(d_padded, 0, 1)
+    d_theta = inside.sum((d_error * curved).sum(0))
+    return loss, d_field, d_theta
+
+
+def start(replicas: int) -> tuple[Any, Any, Any]:
+    rng = np.random.default_rng(3)
+    targets = rng.standard_normal((replicas, NX, NY))
+    return rng.standard_normal((NX, NY)), rng.random(NY) / 4, targets
+
+
+def reference(rule: Callable[[], Any], replicas: int) -> tuple[Any, ...]:
+    """Return losses, field and parameters of one process that has all replicas."""
+    field, theta, targets = start(replicas)
+    losses = []
+    with hs.OneDeviceStrategy("CPU:0").scope() as strategy:
+        variables = [hs.Variable(field, name="f"), hs.Variable(theta, name="t")]
+        optimizer = rule()
+
+        def step() -> float:
+            found = [
+                gradients(Whole(), variables[0].value(), variables[1].value(), target)
+                for target in targets
+            ]
+            sums = [sum(parts[1:], parts[0]) for parts in zip(*found, strict=True)]
+            optimizer.apply_gradients(zip(sums[1:], variables, strict=True))
+            return float(sums[0])
+
+        losses = [strategy.run(step) for _ in range(STEPS)]
+        return losses, variables[0].numpy(), variables[1].numpy()
+
+
+def train(strategy: Any, rule: Callable[[], Any]) -> tuple[Any, ...]:
+    """Return the same results of a strategy's ranks, and the optimizer."""
+    inside, count = strategy.inside, strategy.num_replicas_in_sync
+    field, theta, targets = start(count)
+    rows = inside.part(NX)
+    with strategy.scope():
+        variables = [
+            hs.Variable(field[rows], name="f", split=0),
+            hs.Variable(theta, name="t"),
+        ]
+        optimizer = rule()
+
+    def step() -> Any:
+        replica = hs.get_replica_context().replica_id_in_sync_group
+        target = targets[replica][rows]
+        loss, *found = gradients(
+            inside, variables[0].value(), variables[1].value(), target
+        )
+        optimizer.apply_gradients(zip(found, variables, strict=True))
+        return loss
+
+    losses = [
+        float(strategy.reduce("sum", strategy.run(step), axis=None))
+        for _ in range(STEPS)
+    ]
+    strategy.check_divergence()
+    return losses, variables[0].numpy(), variables[1].numpy(), variables[0]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=["momentum", "clipped", "adam"])
+def test_steps_are_those_of_one_process(
+    job: Any, strategies: dict[int, Any], rule: Callable[[], Any]
+) -> None:
+    for count, strategy in strategies.items():
+        assert strategy.num_replicas_in_sync == job.size // count
+        assert strategy.replica_id == job.rank // count
+        assert strategy.inside.position == job.rank % count
+        *found, divided = train(strategy, rule)
+        expected = reference(rule, job.size // count)
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+        assert_same_bits(job, *found)
+        if count > 1:
+            assert divided.whole_shape == (NX, NY)
+            assert divided.shape == (
+                len(range(*strategy.inside.part(NX).indices(NX))),
+                NY,
+            )
+
+
+def test_logical_replicas_have_the_same_bits_on_any_number_of_replicas(
+    job: Any,
+) -> None:
+    """With one number of ranks per replica, as sums inside of a replica have."""
+    for count in (1, 2):
+        bits = []
+        for ranks in range(count, job.size + 1, count):
+            part = job.Split(int(job.rank < ranks), job.rank)
+            if job.rank < ranks:
+                with hs.MultiWorkerMirroredStrategy(
+                    comm=part, ranks_per_replica=count, logical_replicas=4
+                ) as strategy:
+                    *found, _ = train(strategy, RULES[0])
+                    bits.append(b"".join(np.asarray(a).tobytes() for a in found))
+            part.Free()
+        assert len(set(bits)) <= 1
+
+
+def test_a_forgotten_sum_inside_is_an_error_on_all_ranks(divided: Any) -> None:
+    if divided.inside.size == 1:
+        return
+    own = np.float64(divided.inside.position)
+
+    def all_reduce() -> Any:
+        return hs.get_replica_context().all_reduce("sum", own)
+
+    with divided.scope():
+        theta = hs.Variable(np.zeros(3), name="theta", aggregation="sum")
+        optimizer = hs.optimizers.SGD(0.1)
+    calls = {
+        "all_reduce": lambda: divided.run(all_reduce),
+        "reduce": lambda: divided.reduce("sum", own, axis=None),
+        "gather": lambda: divided.gather(np.full(2, own), 0),
+        "'theta'": lambda: divided.run(theta.assign_add, args=(np.full(3, own),)),
+        "the gradient of 'theta'": lambda: divided.run(
+            lambda: optimizer.apply_gradients([(np.full(3, own), theta)])
+        ),
+    }
+    for name, call in calls.items():
+        error = outcome(call)
+        assert isinstance(error, hs.CollectiveError), (name, error)
+        assert name in str(error), error
+        assert "strategy.inside.sum" in str(error)
+    assert theta.numpy().tolist() == [0, 0, 0]
+    # Values that stay divided are reduced position by position.
+    with divided.inside.divided():
+        assert divided.reduce("sum", own, axis=None) == own
+    assert divided.reduce("sum", divided.inside.sum(own), axis=None) >= 0
+
+
+def test_a_call_inside_that_one_rank_leaves_out_is_an_error(divided: Any) -> None:
+    """All ranks find it in the next step, though their next calls look equal."""
+    if divided.inside.size == 1:
+        return
+
+    def step(number: int) -> Any:
+        value = np.float64(number)
+        if (number, divided.inside.position) != (1, 1):
+            value = divided.inside.sum(value)
+        return value
+
+    errors = (outcome(divided.run, step, args=(number,)) for number in range(3))
+    found = next(error for error in errors if error is not None)
+    assert isinstance(found, hs.CollectiveError), found
+    # The ranks are at different steps until they meet again.
+    divided.inside.collectives.channel.failures.meet()
+    assert divided.inside.sum(np.int64(1)) == divided.inside.size
+
+
+def test_mirrored_variables_start_with_the_value_of_rank_0(
+    job: Any, strategies: dict[int, Any]
+) -> None:
+    for strategy in strategies.values():
+        with strategy.scope():
+            variable = hs.Variable(np.full(3, float(job.rank)), name="v")
+        assert variable.numpy().tolist() == [0, 0, 0]
+        on_read = hs.get_strategy()
+        assert on_read is not strategy
+
+
+def test_copies_of_a_replica_that_differ_are_found(divided: Any) -> None:
+    if divided.inside.size == 1:
+        return
+    with divided.scope():
+        variable = hs.Variable(np.zeros(64), name="drifting")
+    divided.check_divergence()
+    if divided.inside.position == 1:
+        variable.component[5] = 1e-9
+    error = outcome(divided.check_divergence)
+    assert isinstance(error, hs.DivergenceError), error
+    assert "drifting" in str(error)
+    variable.component[5] = 0.0
+    divided.check_divergence()
+
+
+def test_parts_of_axes_of_a_replica(job: Any) -> None:
+    shapes = {1: {"x": 1}, 2: {"x": 1, "y": 2}, 3: {"y": 3}, 4: {"x": 2, "y": 2}}
+    whole = np.arange(5 * 7 * 2, dtype=np.float64).reshape(5, 7, 2)
+    shape = shapes[job.size]
+    with hs.MirroredStrategy(replica_shape=shape) as strategy:
+        inside = strategy.inside
+        split = {
+            along: axis for along, axis in {"x": 0, "y": 1}.items() if along in shape
+        }
+        region = [slice(None)] * 3
+        for along, axis in split.items():
+            region[axis] = inside.part(whole.shape[axis], along)
+        own = whole[tuple(region)]
+        with strategy.scope():
+            field = hs.Variable(own, name="field", split=split)
+        np.testing.assert_array_equal(field.value(), own)
+        np.testing.assert_array_equal(field.numpy(), whole)
+        strategy.run(lambda: None)
+        for along, axis in split.items():
+            padded = inside.halo(own, axis, 1, along=along, periodic=True)
+            lines = np.take(whole, range(-1, whole.shape[axis] + 1), axis, mode="wrap")
+            rows = region[axis].indices(whole.shape[axis])
+            index = list(region)
+            index[axis] = slice(rows[0], rows[1] + 2)
+            np.testing.assert_array_equal(padded, lines[tuple(index)])
+        assert inside.comm.size == inside.size == job.size
+        assert inside.comm.allreduce(1) == job.size
+
+
+def test_wrong_arguments(job: Any) -> None:
+    many = job.size + 1
+    cases = [
+        (ValueError, "multiple", {"ranks_per_replica": many}),
+        (ValueError, "both", {"ranks_per_replica": 1, "replica_shape": {"x": 1}}),
+        (ValueError, ">= 1", {"ranks_per_replica": 0}),
+        (TypeError, "replica_shape", {"replica_shape": 2}),
+    ]
+    if job.size > 1:
+        cases.append(
+            (ValueError, "on_error", {"ranks_per_replica": 2, "on_error": "raise"})
+        )
+    for kind, word, arguments in cases:
+        error = outcome(hs.MultiWorkerMirroredStrategy, **arguments)
+        assert isinstance(error, kind), error
+        assert word in str(error), error
+
+
+def test_wrong_parts_of_variables(divided: Any) -> None:
+    inside = divided.inside
+    if inside.size == 1:
+        return
+    with divided.scope():
+        rows = np.zeros((3 if inside.position else 9, 2))
+        error = outcome(hs.Variable, rows, name="uneven", split=0)
+        assert isinstance(error, ValueError), error
+        assert "strategy.inside.part" in str(error)
+        error = outcome(hs.Variable, np.zeros((4, 2)), name="axis", split=2)
+        assert isinstance(error, ValueError), error
+        error = outcome(
+            hs.Variable, np.zeros(4), name="read", split=0, synchronization="on_read"
+        )
+        assert isinstance(error, ValueError), error
+    assert inside.sum(np.int64(1)) == inside.size
+
+
+def test_refused_with_several_ranks(divided: Any, folder: Any) -> None:
+    if divided.inside.size == 1:
+        return
+    with divided.scope():
+        variable = hs.Variable(np.zeros(4), name="v")
+        sharded = hs.optimizers.SGD(0.1, sharded=True)
+        lamb = hs.optimizers.LAMB(0.1)
+        rows = divided.inside.part(divided.inside.size)
+        part = hs.Variable(np.zeros(divided.inside.size)[rows], name="p", split=0)
+    error = outcome(hs.CheckpointManager, folder, v=variable)
+    assert isinstance(error, NotImplementedError), error
+    for optimizer, target in ((sharded, variable), (lamb, part)):
+        gradient = np.zeros(target.shape)
+        error = outcome(
+            divided.run,
+            lambda o=optimizer, g=gradient, t=target: o.apply_gradients([(g, t)]),
+        )
+        assert isinstance(error, ValueError), error
