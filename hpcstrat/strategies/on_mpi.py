@@ -363,6 +363,9 @@ class MpiStrategy(Strategy):
             for connection in self._connections:
                 if connection.channel is not None:
                     connection.channel.failures.meet()
+                    if self._inner is not None:
+                        # An error on one channel may have left the counts of another.
+                        connection.channel.position.steps = 0, 0, 0
             self.collectives.barrier("close")
             self._closed = True
             # The collectives are closed before the connection, because their plans use
