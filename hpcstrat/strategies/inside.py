@@ -124,7 +124,20 @@ class Inside:
         return self._comm
 
     def coords_of(self, position: int) -> dict[str, int]:
-        """Return the coordinates of a rank of the replica along each axis."""
+        """Return the coordinates of a rank of the replica along each axis.
+
+        Not collective.
+
+        Parameters
+        ----------
+        position : int
+            The position of the rank in the replica.
+
+        Returns
+        -------
+        dict of str to int
+            Its coordinate, from 0, along each axis of ``shape``.
+        """
         found = np.unravel_index(position, tuple(self.shape.values()))
         return dict(zip(self.shape, map(int, found), strict=True))
 
@@ -319,7 +332,13 @@ class Inside:
         ----------
         value : tree of array_like
             Arrays of the shapes that `halo` returns.
-        axis, width, along, periodic
+        axis : int
+            As in `halo`.
+        width : int or tuple of int
+            As in `halo`.
+        along : str, optional
+            As in `halo`.
+        periodic : bool
             As in `halo`.
 
         Returns
@@ -386,7 +405,15 @@ class Inside:
         return found
 
     def require_axis(self, along: str) -> None:
-        """Raise ValueError if the replica has no axis of this name."""
+        """Raise ValueError if the replica has no axis of this name.
+
+        Not collective.
+
+        Parameters
+        ----------
+        along : str
+            The name.
+        """
         if along not in self.shape:
             raise ValueError(
                 f"expected an axis of {self.shape}, found {along!r}; name one of these"
@@ -402,6 +429,10 @@ class Inside:
         ``all_reduce`` for example, must be equal on all ranks of the replica. Inside of
         this block it may differ: then the ranks at one position of all replicas reduce
         or gather their values, and each position has its own result.
+
+        Yields
+        ------
+        None
         """
         self._divided += 1
         try:
@@ -427,7 +458,9 @@ class Inside:
         leaves = flatten(tree)[0]
         own = np.array([_digest(leaf) for leaf in leaves], np.uint64)
         parts = [np.empty_like(own) for _ in range(self.size)]
-        self.collectives.moves.all_gather_into(own, parts, f"comparison of values of {what}")
+        self.collectives.moves.all_gather_into(
+            own, parts, f"comparison of values of {what}"
+        )
         if all(part.tobytes() == parts[0].tobytes() for part in parts):
             return
         wrong = [

@@ -283,7 +283,11 @@ class Failures:
         """Store and return the failure that ends a call, whose data no rank reads."""
         channel, failure = self._channel, Failure(error, announcements)
         channel.rings.restart()
-        leavers = [self._channel.topology.job_ranks[a.rank] for a in announcements if a.flags & LEFT]
+        leavers = [
+            self._channel.topology.job_ranks[a.rank]
+            for a in announcements
+            if a.flags & LEFT
+        ]
         if leavers:
             self.broken = f"ranks {leavers} have left the program"
         self.leaving = failure if failure.level <= self.depth else None
