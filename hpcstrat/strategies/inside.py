@@ -405,15 +405,7 @@ class Inside:
         return found
 
     def require_axis(self, along: str) -> None:
-        """Raise ValueError if the replica has no axis of this name.
-
-        Not collective.
-
-        Parameters
-        ----------
-        along : str
-            The name.
-        """
+        """Raise ValueError if the replica has no axis of this name."""
         if along not in self.shape:
             raise ValueError(
                 f"expected an axis of {self.shape}, found {along!r}; name one of these"
