@@ -12,7 +12,6 @@ from hpcstrat.engine.calls.cross_device_ops import (
 )
 from hpcstrat.engine.calls.replica_collectives import Collectives
 from hpcstrat.engine.channel.entries import collective
-from hpcstrat.engine.channel.position import Position
 from hpcstrat.engine.logical.replica_sums import require_no_wire_dtype
 from hpcstrat.engine.logical.threads import fix_threads
 from hpcstrat.engine.options import CommunicationOptions, VariableOptions
@@ -122,10 +121,9 @@ class MpiStrategy(Strategy):
         if problem is None:
             problem = _problem(request, cross_device_ops, communication_options)
         self._key, self._everyone = connect(request, problem)
-        # Only with replicas of several ranks: further connections, what `run` counts,
-        # and the comparison of copies inside of the replica.
+        # Only with replicas of several ranks: further connections, and the comparison
+        # of copies inside of the replica.
         self._inner: ReplicaConnections | None = None
-        self._counted: list[Position] = []
         self._copies_inside: MirroredCopies | None = None
         # Other strategies may still use the connection after this strategy is closed.
         self._closed = False
@@ -182,21 +180,10 @@ class MpiStrategy(Strategy):
         replica = self._everyone.topology.replica_id // count
         self.inside = Inside(shape, Collectives(inner.inside.channel), replica)
         channels = [c.channel for c in (inner.inside, self._everyone)]
-        self._counted = [c.position for c in channels if c is not None]
+        self.inside.counted = [c.position for c in channels if c is not None]
         self._copies_inside = inner.inside.copies
-        self.run = self._run_counted  # type: ignore[method-assign]
         self._inner = inner
         return inner.across
-
-    def _run_counted(self, *args: Any, **kwargs: Any) -> Any:
-        """Count the step on all channels, and run it.
-
-        If a rank leaves out a call inside of its replica, its step count then differs
-        from that of the others in the next call, on whatever channel.
-        """
-        for position in self._counted:
-            position.enter_run()
-        return super().run(*args, **kwargs)
 
     @property
     def _connections(self) -> list[Connection]:
