@@ -73,10 +73,10 @@ def compare_divisions(
                 problem = _difference(one, other, rtol, atol)
                 if problem:
                     raise AssertionError(
-                        f"expected {name!r} of one rank, {problem} on {where}; look for "
-                        "a sum inside of the replica that is missing or made twice, for "
-                        "a part that is not gathered, or for a batch that depends on "
-                        "the number of ranks"
+                        f"expected {name!r} of one rank, {problem} on {where}; look "
+                        "for a sum inside of the replica that is missing or made "
+                        "twice, for a part that is not gathered, or for a batch that "
+                        "depends on the number of ranks"
                     )
 
 
