@@ -463,11 +463,16 @@ class Inside:
         if self.size == 1 or self._divided:
             return
         leaves = flatten(tree)[0]
-        own = np.array([_digest(leaf) for leaf in leaves], np.uint64)
+        own = np.empty(len(leaves), np.uint64)
         parts = [np.empty_like(own) for _ in range(self.size)]
-        self.collectives.moves.all_gather_into(
-            own, parts, f"comparison of values of {what}"
-        )
+
+        def exchange() -> None:
+            own[:] = [_digest(leaf) for leaf in leaves]
+            self.collectives.moves.all_gather_into(own, parts, compared)
+
+        # If a rank has a value of a type that is not supported, all ranks raise.
+        compared = f"comparison of values of {what}"
+        self.collectives.call(compared, exchange)
         if all(part.tobytes() == parts[0].tobytes() for part in parts):
             return
         wrong = [

@@ -17,6 +17,7 @@ from hpcstrat.engine.logical.threads import fix_threads
 from hpcstrat.engine.options import CommunicationOptions, VariableOptions
 from hpcstrat.engine.settings import Settings
 from hpcstrat.engine.topology.topology import Topology
+from hpcstrat.engine.typing import Tree
 from hpcstrat.errors import RankLostError
 from hpcstrat.safety.divergence.copies import MirroredCopies
 from hpcstrat.safety.divergence.step_digests import StepDigests
@@ -303,6 +304,11 @@ class MpiStrategy(Strategy):
         # The base class checks the argument.
         super().expect_slow(seconds)
         return watchdog.expect_slow(seconds)
+
+    def check_equal(self, tree: Tree) -> None:
+        self._require_cross("check_equal")
+        self.inside.require_whole("check_equal", tree)
+        super().check_equal(tree)
 
     @collective
     def check_divergence(self) -> None:
