@@ -182,7 +182,11 @@ class MpiStrategy(Strategy):
         self.inside = Inside(shape, Collectives(inner.inside.channel), replica)
         channels = [c.channel for c in (inner.inside, self._everyone)]
         self.inside.counted = [c.position for c in channels if c is not None]
-        self._copies_inside = inner.inside.copies
+        self._copies_inside = copies = inner.inside.copies
+        if copies is not None:
+            copies.note = (
+                f"The replicas of this error are positions of replica {replica}."
+            )
         self._inner = inner
         return inner.across
 

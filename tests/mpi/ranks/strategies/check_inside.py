@@ -285,6 +285,7 @@ def test_copies_of_a_replica_that_differ_are_found(divided: Any) -> None:
     error = outcome(divided.check_divergence)
     assert isinstance(error, hs.DivergenceError), error
     assert "drifting" in str(error)
+    assert "positions of replica 0" in error.__notes__[0]
     variable.component[5] = 0.0
     divided.check_divergence()
 
