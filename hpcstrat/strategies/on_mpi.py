@@ -31,6 +31,7 @@ from hpcstrat.strategies.connection import (
     connect,
 )
 from hpcstrat.strategies.inside import Inside, parse_shape
+from hpcstrat.strategies.logical_devices import LogicalDevices
 from hpcstrat.strategies.own_reductions import HookedCollectives
 from hpcstrat.strategies.update_backends import Copies, PositionCopies
 from hpcstrat.strategies.whole_values import WholeCollectives
@@ -88,7 +89,7 @@ def checked_shape(ranks: Any, shape: Any) -> tuple[Exception | None, dict[str, i
         return error, parse_shape(None, None)
 
 
-class MpiStrategy(Strategy):
+class MpiStrategy(LogicalDevices, Strategy):
     """Base class of strategies whose replicas run on MPI ranks.
 
     Collective over ``comm``. The arguments are described at

@@ -234,6 +234,29 @@ def test_a_broadcast_sends_the_values_of_the_first_rank_of_a_replica(
         strategy.barrier()
 
 
+def test_logical_devices_of_tf_distribute(job: Any, strategies: dict[int, Any]) -> None:
+    whole = np.arange(7 * 5).reshape(7, 5)
+    for count, strategy in strategies.items():
+        inside = strategy.inside
+        counts = [2, 2] if count == 4 else [1, count]
+        block = strategy.experimental_split_to_logical_devices(whole, counts)
+        row, column = divmod(inside.position, counts[1])
+        rows = slice(row * 7 // counts[0], (row + 1) * 7 // counts[0])
+        columns = slice(column * 5 // counts[1], (column + 1) * 5 // counts[1])
+        np.testing.assert_array_equal(block, whole[rows, columns])
+        first = strategy.experimental_replicate_to_logical_devices(np.float64(job.rank))
+        assert first == job.rank - inside.position
+        kept = strategy.experimental_assign_to_logical_device(whole, count - 1)
+        assert (kept is whole) == (inside.position == count - 1)
+        with pytest.raises(ValueError, match="logical_device_id"):
+            strategy.experimental_assign_to_logical_device(whole, count)
+        if count > 1:
+            with pytest.raises(ValueError, match="dimensions"):
+                strategy.experimental_split_to_logical_devices(whole, [count])
+            with pytest.raises(ValueError, match="blocks"):
+                strategy.experimental_split_to_logical_devices(whole, [1, count + 1])
+
+
 def test_a_barrier_waits_for_all_ranks(
     job: Any, strategies: dict[int, Any], folder: Any
 ) -> None:
