@@ -279,7 +279,10 @@ class Connection:
         self.users -= 1
         if self.users:
             return
-        _connections.pop(key, None)
+        # Connections inside and across replicas are closed with the key None, which is
+        # also that of the strategies over all ranks.
+        if _connections.get(key) is self:
+            del _connections[key]
         # A program with few steps has not yet compared its inputs.
         for inputs in (self.run_inputs, self.module_inputs):
             inputs.look()
