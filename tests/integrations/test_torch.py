@@ -19,7 +19,7 @@ __all__ = ["rank_files"]
 
 RANKS = Path(__file__).parent / "ranks"
 # Replicas of 2 ranks need 4 ranks, if there are to be several.
-SIZES = {"check_torch_divided": 4}
+SIZES = {"check_torch_divided": 4, "check_torch_mesh": 4}
 # Logical replicas come last, because XLA has threads after them. One job runs all
 # files, because importing PyTorch on each rank takes most of a short job.
 NAMES = "process_group", "built_on_groups", "fsdp", "horovod", "torch_*", "logical_*"

@@ -25,6 +25,7 @@ from hpcstrat.integrations.torch.inner_gradients import (
     require_equal,
 )
 from hpcstrat.integrations.torch.logical_gradients import LogicalReplicated
+from hpcstrat.integrations.torch.meshes import is_dtensor
 from hpcstrat.integrations.torch.module_buffers import broadcast
 from hpcstrat.integrations.torch.tensors import memory_of, torchs_stream
 from hpcstrat.strategies import Strategy, get_strategy
@@ -181,6 +182,12 @@ def _replicate(
                 f"expected parameters with values, found {name!r} of a lazy module, "
                 "which has none before its first forward; call the module once with a "
                 "batch, of the same shape on every replica, before replicate"
+            )
+        if is_dtensor(tensor):
+            raise ValueError(
+                f"expected tensors of this rank alone, found {name!r}, a DTensor, "
+                "which PyTorch divides over a mesh; let FSDP2 combine its gradients "
+                'over mesh["replica"] of hst.device_mesh, and leave out replicate'
             )
     sizes = f"buffers={buffers}, bucket_bytes={bucket_bytes}"
     what = f"replicate(op={op.name}, {sizes})"
