@@ -140,4 +140,7 @@ def test_a_forgotten_sum_is_an_error(strategies: dict[int, Any]) -> None:
         error = outcome(call)
         assert isinstance(error, hs.CollectiveError), error
         assert "strategy.inside.sum" in str(error)
+    with strategy.inside.divided():
+        mean = hsj.global_mean(own, 1, strategy)
+    np.testing.assert_allclose(mean, own, rtol=1e-12)
     assert hsj.inside.sum(own, inside=strategy.inside)[0] > 0

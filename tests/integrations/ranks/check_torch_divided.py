@@ -357,6 +357,8 @@ def test_copies_that_drift_apart_are_found(divided: Any) -> None:
         sgd.step()
 
     step()
+    error = outcome(hst.state, net, sgd)
+    assert isinstance(error, NotImplementedError), error
     error = error_of(divided, step)
     assert isinstance(error, hs.CollectiveError), error
     assert "scale" in str(error) or "global_mean" in str(error)
