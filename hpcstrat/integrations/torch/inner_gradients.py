@@ -83,8 +83,23 @@ def parse_splits(
         for name in names:
             tensor = tensors[name]
             found[name] = parse_split(axes, inside.shape, tensor.ndim, name)
+            _require_all_axes(found[name], inside.shape, name)
             inside.whole_shape(tensor.shape, found[name])
     return found
+
+
+def _require_all_axes(split: Split, shape: Mapping[str, int], name: str) -> None:
+    """Raise ValueError if several ranks of a replica have the same part.
+
+    Their gradients would have to be summed over these ranks.
+    """
+    axes = {along for _, along in split}
+    rest = [axis for axis in shape if axis not in axes and shape[axis] > 1]
+    if rest and None not in axes:
+        raise ValueError(
+            f"expected a split of {name!r} along all axes of the replica, {shape}, "
+            f"found none along {', '.join(rest)}; divide it among all ranks"
+        )
 
 
 def require_equal(strategy: Strategy, arrays: Mapping[str, Array], what: str) -> None:

@@ -339,6 +339,20 @@ def test_a_forgotten_split_is_an_error(divided: Any) -> None:
         assert words in str(error), error
 
 
+def test_parts_that_several_ranks_have_are_refused(job: Any) -> None:
+    """Only parts of all axes of a replica have gradients of their own."""
+    if job.size < 4:
+        return
+    with hs.MultiWorkerMirroredStrategy(replica_shape={"x": 2, "y": 2}) as strategy:
+        net = nn.Linear(3, 2)
+        error = outcome(hst.replicate, net, strategy, split={"*": {"x": 0}})
+        assert isinstance(error, ValueError), error
+        assert "none along y" in str(error)
+        torch.manual_seed(strategy.inside.position)
+        net = nn.Linear(3, 2, bias=False)
+        hst.replicate(net, strategy, split={"*": {"x": 0, "y": 1}})
+
+
 def test_copies_that_drift_apart_are_found(divided: Any) -> None:
     if divided.inside.size == 1:
         return
