@@ -83,6 +83,13 @@ EXAMPLES_OF_PAGES = {
         ("mpirun -n 2 python pinn_jax.py --steps 2000 --picture burgers.png",),
         "burgers.png",
     ),
+    "heat": Example(
+        (
+            "RANKS_PER_REPLICA=1 mpirun -n 2 python heat_fit.py",
+            "RANKS_PER_REPLICA=2 mpirun -n 4 python heat_fit.py --picture heat.png",
+        ),
+        "heat.png",
+    ),
     "ising": Example(
         (
             "mpirun -n 2 python ising.py --sweeps 500 --checkpoints ising",
@@ -109,6 +116,10 @@ EXAMPLES_OF_PAGES = {
 def run(command: str, folder: Path) -> str:
     """Run a command, as a reader would type it; return what it prints."""
     words = shlex.split(command)
+    given = {}
+    while "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        given[name] = value
     launcher: list[str] = []
     if words[:2] == ["mpirun", "-n"]:
         launcher, words = launch_command(int(words[2])), words[3:]
@@ -119,7 +130,7 @@ def run(command: str, folder: Path) -> str:
         program = [sys.executable, "-c", "from hpcstrat.cli import main; main()"]
         words = [*launcher, *program, *words[1:]]
     path = os.pathsep.join((str(EXAMPLES), str(ROOT)))
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **given}
     done = subprocess.run(
         words, check=False, cwd=folder, env=env, capture_output=True, text=True
     )

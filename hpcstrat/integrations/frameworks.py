@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from hpcstrat.engine.call_sites import pass_over
 from hpcstrat.engine.context import pop, push
@@ -127,20 +128,20 @@ def variable_over(
         pop(token)
 
 
-def meeting_place(strategy: Strategy) -> tuple[str, int]:
+def meeting_place(collectives: Any, num_workers: int) -> tuple[str, int]:
     """Return the address of rank 0's host, and a free port on it, for a server there.
 
-    Collective over the strategy's replicas.
+    Collective over the ranks of ``collectives``, which ``num_workers`` workers have.
     """
     place = None
-    if strategy.writes:
+    if collectives.rank == 0:
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
-        one_host = strategy.topology.num_workers == 1
-        place = "127.0.0.1" if one_host else socket.gethostname(), port
-    found: tuple[str, int] = strategy.broadcast_object(place)
-    return found
+        place = "127.0.0.1" if num_workers == 1 else socket.gethostname(), port
+    found: list[tuple[str, int]]
+    found = collectives.all_gather_object(place, "address of the first rank")
+    return found[0]
 
 
 def run_program(kind: str, program: str, words: Sequence[str]) -> None:

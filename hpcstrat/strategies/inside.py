@@ -27,6 +27,11 @@ __all__ = ["Inside", "parse_shape"]
 _AXIS = "ranks"
 # An error names at most this number of values or ranks.
 _MOST_NAMED = 4
+_ADVICE = (
+    "finish sums inside of the replica by strategy.inside.sum, or use "
+    "strategy.inside.broadcast; for values that stay divided, see "
+    "strategy.inside.divided"
+)
 
 
 def parse_shape(ranks: Any, shape: Any) -> dict[str, int]:
@@ -453,7 +458,12 @@ class Inside:
         return self._divided > 0
 
     def require_whole(
-        self, what: str, tree: Tree, names: Sequence[str] | None = None
+        self,
+        what: str,
+        tree: Tree,
+        names: Sequence[str] | None = None,
+        *,
+        advice: str = _ADVICE,
     ) -> None:
         """Raise CollectiveError if values differ between the ranks of the replica.
 
@@ -494,9 +504,7 @@ class Inside:
         raise CollectiveError(
             f"expected equal values{which} in {what} on the {self.size} ranks of "
             f"replica {self._replica}, found other values on {found} than on rank "
-            f"{ranks[0]} (position 0); finish sums inside of the replica by "
-            "strategy.inside.sum, or use strategy.inside.broadcast; for values that "
-            "stay divided, see strategy.inside.divided",
+            f"{ranks[0]} (position 0); {advice}",
             [ranks[position] for position in others],
         )
 

@@ -45,10 +45,22 @@ def torch(
 @click.command(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
 )
+@click.option(
+    "--ranks-per-replica",
+    type=click.IntRange(1),
+    metavar="M",
+    help="Make each M ranks the processes of a separate jax.distributed.",
+)
 @click.option("-m", "--module", is_flag=True, help="PROGRAM is a module's name.")
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def jax(program: str, arguments: tuple[str, ...], *, module: bool) -> None:
+def jax(
+    program: str,
+    arguments: tuple[str, ...],
+    ranks_per_replica: int | None,
+    *,
+    module: bool,
+) -> None:
     """Run a program of several processes of JAX under mpirun or srun.
 
     \b
@@ -60,8 +72,12 @@ def jax(program: str, arguments: tuple[str, ...], *, module: bool) -> None:
     jax.devices() lists the devices of all ranks. If the program itself calls
     jax.distributed.initialize(), that call has no effect. Arguments after PROGRAM are
     passed to the program.
+
+    With --ranks-per-replica, jax.devices() lists only the devices of the ranks of a
+    replica, as in a strategy with ranks_per_replica=M. So shard_map divides arrays
+    inside of a replica, and hpcstrat averages gradients over the replicas.
     """
-    _become("jax", [], program, arguments, module=module)
+    _become("jax", [str(ranks_per_replica or 0)], program, arguments, module=module)
 
 
 def _become(

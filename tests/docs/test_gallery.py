@@ -27,6 +27,7 @@ SMALL = {
     "gpt": ("torch", f"gpt_torch.py --epochs 1 --text {DOCS / 'glossary.md'}"),
     "pinn": ("jax", "pinn_jax.py --steps 16"),
     "ising": ("", "ising.py --sweeps 104 --side 6 --every 52"),
+    "heat": ("", "heat_fit.py --iterations 4"),
     "scaling": ("", "scaling_step.py"),
 }
 # For each program: framework, and another program that prints the same numbers.

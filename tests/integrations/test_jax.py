@@ -25,11 +25,17 @@ pytestmark = pytest.mark.framework("jax")
 
 # Tests that can fail on one replica, and tests that can fail only on three.
 CHOSEN = {1: "process or order or refused", 3: "numpy or process or saved or losses"}
+FILES = names_in(HERE / "ranks", "check_jax_*.py")
+# Replicas of 2 ranks need 4 ranks, if there are to be several.
+SIZES = {"check_jax_divided": 4}
 
 
-@pytest.mark.parametrize("file", names_in(HERE / "ranks", "check_jax_*.py"))
 @pytest.mark.parametrize(
-    "n", [*[pytest.param(n, marks=pytest.mark.full) for n in (1, 2)], 3]
+    ("n", "file"),
+    [
+        *[pytest.param(n, f, marks=pytest.mark.full) for n in (1, 2) for f in FILES],
+        *[(SIZES.get(file, 3), file) for file in FILES],
+    ],
 )
 def test_rank_tests_pass(
     rank_files: RankFiles, request: pytest.FixtureRequest, n: int, file: str
@@ -40,7 +46,7 @@ def test_rank_tests_pass(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("file", names_in(HERE / "ranks", "check_jax_*.py"))
+@pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("n", [3])
 def test_rank_tests_pass_in_all_layouts(
     rank_files: RankFiles, request: pytest.FixtureRequest, n: int, file: str
@@ -77,6 +83,20 @@ def test_the_command_makes_ranks_processes_of_jax(n: int, how: str) -> None:
     total = 3.0 * n * (n + 1) / 2
     for rank in range(n):
         assert f"process {rank} of {n}: {total}" in finished.stdout
+
+
+@pytest.mark.parametrize(
+    ("n", "ranks"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.full)]
+)
+def test_jax_divides_arrays_inside_of_replicas(n: int, ranks: int) -> None:
+    program = os.fspath(HERE / "programs" / "replicas_jax.py")
+    options = ["--ranks-per-replica", str(ranks), program, str(ranks)]
+    command = [sys.executable, "-c", CLI, "jax", *options]
+    finished = testing.launch(n, command, timeout=120)
+    assert finished.returncode == 0, finished.stderr
+    for rank in range(n):
+        replica, position = divmod(rank, ranks)
+        assert f"replica {replica}, position {position}: equal" in finished.stdout
 
 
 @pytest.mark.parametrize(

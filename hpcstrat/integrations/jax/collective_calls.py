@@ -236,7 +236,20 @@ def leaf_names(paths: list[Any]) -> tuple[str, ...]:
 
 
 def to_leaf(leaf: Any) -> Any:
-    """Return a leaf as an array; raise ValueError for dtypes that are not exchanged."""
+    """Return a leaf as an array on one device.
+
+    Raises ValueError for dtypes that are not exchanged, and for an array that JAX
+    divides among devices; of an array that all devices have, this rank's copy is taken.
+    """
+    concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    if concrete and len(leaf.sharding.device_set) > 1:
+        if not leaf.is_fully_replicated:
+            raise ValueError(
+                "expected arrays that all of their devices have, found one of shape "
+                f"{leaf.shape} with {leaf.sharding}; sum it over the devices first, by "
+                "jax.lax.psum in shard_map for example, with out_specs=PartitionSpec()"
+            )
+        leaf = leaf.addressable_data(0)
     array = jnp.asarray(leaf)
     if array.dtype not in DTYPES.values():
         raise ValueError(

@@ -1,7 +1,9 @@
 """Runs a program as several processes of JAX over MPI, for ``hpcstrat jax``.
 
-Usage: ``python -m hpcstrat.integrations.jax.jax_launcher KIND PROGRAM [ARGS]``, where
-``KIND`` is ``script`` or ``module``.
+Usage: ``python -m hpcstrat.integrations.jax.jax_launcher RANKS KIND PROGRAM [ARGS]``.
+``RANKS`` is the number of ranks of a replica that are the processes of one
+``jax.distributed``, or 0 for all ranks of the job; ``KIND`` is ``script`` or
+``module``.
 """
 
 from __future__ import annotations
@@ -22,23 +24,31 @@ _COLLECTIVES = "jax_cpu_collectives_implementation"
 _GPUS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
-def initialize() -> None:
+def initialize(ranks_per_replica: int = 0) -> None:
     """Initialize ``jax.distributed`` with the ranks of MPI.
 
-    Collective over all ranks of the job. Later calls of ``jax.distributed.initialize``
-    do nothing, or raise ValueError if their arguments differ.
+    Collective over all ranks of the job. With ``ranks_per_replica``, the ranks of each
+    replica are the processes of a ``jax.distributed`` of their own. Later calls of
+    ``jax.distributed.initialize`` do nothing, or raise ValueError if their arguments
+    differ.
     """
     if getattr(jax.config, _COLLECTIVES, None) in (None, "none"):
         # Older versions of JAX need this option to sum between CPUs of processes.
         jax.config.update(_COLLECTIVES, "gloo")
     strategy = MultiWorkerMirroredStrategy()
     topology = strategy.topology
-    address, port = meeting_place(strategy)
+    calls, num_workers, divided = strategy.collectives, topology.num_workers, None
+    if ranks_per_replica:
+        divided = MultiWorkerMirroredStrategy(ranks_per_replica=ranks_per_replica)
+        calls = divided.inside.collectives
+    address, port = meeting_place(calls, num_workers)
     own = {
-        "num_processes": topology.num_replicas,
-        "process_id": topology.replica_id,
+        "num_processes": calls.size,
+        "process_id": calls.rank,
         "local_device_ids": _own_gpu(topology.worker_comm.rank, os.environ),
     }
+    if divided is not None:
+        divided.close()
     strategy.close()
     jax.distributed.initialize(coordinator_address=f"{address}:{port}", **own)
     jax.distributed.initialize = functools.partial(_again, own)
@@ -68,8 +78,8 @@ def _again(own: dict[str, Any], *args: Any, **kwargs: Any) -> None:
 
 
 def _main() -> None:
-    kind, program, *words = sys.argv[1:]
-    initialize()
+    ranks, kind, program, *words = sys.argv[1:]
+    initialize(int(ranks))
     run_program(kind, program, words)
 
 

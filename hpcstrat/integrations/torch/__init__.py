@@ -10,6 +10,7 @@ import hpcstrat.integrations.torch.at_import  # noqa: F401
 from hpcstrat.integrations.torch import inside
 from hpcstrat.integrations.torch.batch_norm import SyncBatchNorm
 from hpcstrat.integrations.torch.environment import init_env
+from hpcstrat.integrations.torch.meshes import device_mesh
 from hpcstrat.integrations.torch.module_state import state
 from hpcstrat.integrations.torch.replication import global_mean, no_sync, replicate
 from hpcstrat.integrations.torch.sampling import GlobalBatchSampler
@@ -17,6 +18,7 @@ from hpcstrat.integrations.torch.sampling import GlobalBatchSampler
 __all__ = [
     "GlobalBatchSampler",
     "SyncBatchNorm",
+    "device_mesh",
     "global_mean",
     "init_env",
     "inside",

@@ -33,7 +33,7 @@ def init_env() -> None:
     """
     strategy = MultiWorkerMirroredStrategy()
     topology = strategy.topology
-    address, port = meeting_place(strategy)
+    address, port = meeting_place(strategy.collectives, topology.num_workers)
     rank, size = topology.replica_id, topology.num_replicas
     values = {
         "RANK": rank,

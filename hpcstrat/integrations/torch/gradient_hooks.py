@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from hpcstrat.engine.tree import flatten
 from hpcstrat.engine.typing import Array
 from hpcstrat.integrations.torch.forward_counts import ForwardCounts, tensors_of
 from hpcstrat.integrations.torch.host_tensors import HostTensors
+from hpcstrat.integrations.torch.inner_gradients import InnerGradients
 from hpcstrat.integrations.torch.module_buffers import ModuleBuffers
 from hpcstrat.integrations.torch.module_layout import (
     ModuleLayout,
@@ -74,10 +75,11 @@ class Replicated:
         *,
         buffers: str | None,
         bucket_bytes: int,
+        divided: Collection[str] = (),
     ) -> None:
         self.strategy = strategy
         self.op = op
-        self.buffers = self.buffers_class(module, strategy, buffers)
+        self.buffers = self.buffers_class(module, strategy, buffers, divided)
         self.syncs = True
         # Counts backwards if there is one replica, and so no channel that counts them.
         self._alone = Position()
@@ -99,7 +101,13 @@ class Replicated:
         self._combined: set[int] = set()
         # Parameters that had a dense gradient on any replica in the last reduction.
         self._expected: list[int] = []
+        # If a replica has several ranks, these combine their gradients at the end.
+        self._inner: InnerGradients | None = None
         overlaps = strategy.collectives.overlaps and not strategy.logical
+        if strategy.inside.size > 1:
+            overlaps = False
+            parts = [name for name in self._names if name in divided]
+            self._inner = InnerGradients(strategy, named, parts, self._own_share)
         self._bucket_bytes = bucket_bytes if overlaps else 0
         # Parameters with dense gradients on all replicas in the last backward, and
         # their buckets without the last one, which could not start before the end.
@@ -118,6 +126,8 @@ class Replicated:
         ]
         for index, parameter in enumerate(self._parameters):
             self._hook(index, parameter)
+        if self._inner is not None:
+            self._handles += self._inner.hooks()
         _every.add(self)
 
     def remove(self) -> None:
@@ -252,6 +262,8 @@ class Replicated:
         end = self._end
         if end is None or end() is None:
             self._await_end()
+        if self._inner is not None:
+            self._inner.require_whole_loss()
         if self._buckets is not None:
             self._buckets.ready(index)
 
@@ -286,7 +298,7 @@ class Replicated:
                 if not self.strategy.logical:
                     position = self._position()
                     position.enter_backward(self._forwards.take_unused(position))
-                self.strategy.collectives.call(_WHAT, self._combine)
+                self._combine_all_ranks()
             self._buckets = None
 
         self._end = weakref.ref(end)
@@ -325,6 +337,21 @@ class Replicated:
                     gradient.zero_()
             self._combined.discard(index)
 
+    def _combine_all_ranks(self) -> None:
+        """Combine gradients inside of replicas that have several ranks, then of all."""
+        inner = self._inner
+        if inner is None:
+            self.strategy.collectives.call(_WHAT, self._combine)
+            return
+
+        def combine() -> None:
+            for index in inner.combine(self._touched):
+                version = self._parameters[index]._version
+                self._touched.setdefault(index, version)
+            self._combine()
+
+        self.strategy.collectives.call(_WHAT, combine)
+
     @torch.no_grad()
     def _combine(self) -> None:
         """Combine the gradients of all replicas, usually with one reduction."""
@@ -336,13 +363,27 @@ class Replicated:
                     f"combined the gradients, found {self._names[index]!r} changed "
                     "during it; step the optimizer after backward(), and not in hooks"
                 )
-        changed = self.buffers.changed()
+        changed = self._changed_buffers()
         marks = np.concatenate([self._marks().ravel(), np.array(changed, np.int32)])
+        # Gradients of divided parameters differ between the ranks of a replica.
+        with self.strategy.inside.divided():
+            told = self._combined_with(marks)
+        changed_anywhere = np.flatnonzero(told[len(told) - len(changed) :])
+        self.buffers.synchronize(changed_anywhere.tolist())
+
+    def _changed_buffers(self) -> list[bool]:
+        """Return for each group of buffers whether the replica has changed it."""
+        changed = self.buffers.changed()
+        return changed if self._inner is None else self._inner.any(changed)
+
+    def _combined_with(self, marks: Array) -> Array:
+        """Combine gradients, and return the sum of the table ``marks``."""
         if self._buckets is None:
             told = self._reduce(self._expected, marks)()
         else:
             told = self._finish(self._buckets, marks)
-        rows = told[: len(told) - len(changed)].reshape(4, -1)
+        size = 4 * len(self._parameters)
+        rows = told[:size].reshape(4, -1)
         dense, sparse, again = (np.flatnonzero(row).tolist() for row in rows[:3])
         self._refuse_mixed(dense, sparse)
         if self._buckets is not None:
@@ -356,8 +397,7 @@ class Replicated:
         self._combined.update(self._expected, dense, sparse)
         self._expected = dense
         self._replan(rows)
-        changed_anywhere = np.flatnonzero(told[len(told) - len(changed) :])
-        self.buffers.synchronize(changed_anywhere.tolist())
+        return told
 
     def _marks(self) -> Array:
         """Return this replica's table of the parameters that its backward reached."""

@@ -64,11 +64,21 @@ class LogicalReplicated(Replicated):
                 "logical replicas, found it outside; compute the loss of each replica "
                 "inside, and step the optimizer after run"
             )
+        if index not in self._touched and self._adds(index):
+            self._set_aside(index)
+
+    def _set_aside(self, index: int) -> None:
         parameter = self._parameters[index]
-        first = index not in self._touched and parameter.grad is not None
-        if first and self._adds(index):
+        if parameter.grad is not None:
             self._before[index] = parameter.grad
             parameter.grad = None
+
+    def _own_share(self, index: int) -> torch.Tensor:
+        """Return this rank's gradient of the replica that runs, or zeros."""
+        if index not in self._touched:
+            self._set_aside(index)
+        gradient: torch.Tensor | None = self._parameters[index].grad
+        return self._zeros(index) if gradient is None else gradient
 
     @torch.no_grad()
     def _combine(self) -> None:
@@ -114,11 +124,24 @@ class LogicalReplicated(Replicated):
         sums, self._stack = self._stack, []
         rows, self._sparse = self._sparse, []
         count = len(self._parameters)
-        changed = self.buffers.changed()
+        changed = self._changed_buffers()
         marks = np.zeros(2 * count + len(changed), np.int32)
         marks[[index for one in sums for index in one]] = 1
         marks[[count + index for one in rows for index in one]] = 1
         marks[2 * count :] = changed
+        # Gradients of divided parameters differ between the ranks of a replica.
+        with self.strategy.inside.divided():
+            told = self._combine_ranks(marks, sums, rows)
+        self.buffers.synchronize(np.flatnonzero(told[2 * count :]).tolist())
+
+    def _combine_ranks(
+        self,
+        marks: Array,
+        sums: list[dict[int, torch.Tensor]],
+        rows: list[dict[int, torch.Tensor]],
+    ) -> Array:
+        """Combine this rank's gradients, and return the sum of the table ``marks``."""
+        count = len(self._parameters)
         # First sum parameters that had gradients in the last step, a list that is equal
         # on all ranks, and then parameters that are new in this step.
         *totals, told = self._summed(self._expected, sums, marks)
@@ -140,7 +163,7 @@ class LogicalReplicated(Replicated):
                 self._parameters[index].grad = before
         self._before.clear()
         self._expected = dense
-        self.buffers.synchronize(np.flatnonzero(told[2 * count :]).tolist())
+        return told
 
     def _summed(
         self,

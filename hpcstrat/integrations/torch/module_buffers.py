@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,21 @@ from hpcstrat.strategies import Strategy
 __all__ = ["ModuleBuffers", "ReplicaBuffers", "broadcast"]
 
 _Tensors = dict[str, torch.Tensor]
+_UNEQUAL = (
+    "compute statistics of divided values over all ranks of the replica, by "
+    "hst.inside.sum, or pass buffers=None to replicate to keep each rank's own"
+)
 
 
 class _Owner:
     """A submodule's buffers, and their values when they were last synchronized."""
 
-    def __init__(self, buffers: dict[str, Any], num_sets: int) -> None:
+    def __init__(
+        self, buffers: dict[str, Any], num_sets: int, divided: Collection[str] = ()
+    ) -> None:
         self.buffers = buffers
+        # Names of buffers that the ranks of a replica divide; these are left out.
+        self.divided = divided
         # Empty at first: buffers that are registered later count as changed.
         self.common: _Tensors = {}
         # One copy of the buffers for each logical replica of this rank.
@@ -30,23 +39,40 @@ class _Owner:
 
     def tensors(self) -> _Tensors:
         """Return the buffers that have values, by name."""
-        return {name: b for name, b in self.buffers.items() if b is not None}
+        return {
+            name: buffer
+            for name, buffer in self.buffers.items()
+            if buffer is not None and name not in self.divided
+        }
 
 
 class ModuleBuffers:
     """The buffers of a module, grouped by owner: the submodule that has them.
 
     ``mode`` is "first", "mean" or None, like the argument ``buffers`` of `replicate`.
+    ``divided`` are names of buffers that the ranks of a replica divide.
     """
 
     num_sets = 0
 
     def __init__(
-        self, module: torch.nn.Module, strategy: Strategy, mode: str | None
+        self,
+        module: torch.nn.Module,
+        strategy: Strategy,
+        mode: str | None,
+        divided: Collection[str] = (),
     ) -> None:
         self.strategy = strategy
-        self.mode = mode if strategy.num_replicas_in_sync > 1 else None
-        owners = [_Owner(one._buffers, self.num_sets) for one in module.modules()]
+        ranks = strategy.num_replicas_in_sync * strategy.inside.size
+        self.mode = mode if ranks > 1 else None
+        owners = [
+            _Owner(
+                one._buffers,
+                self.num_sets,
+                {n for n in one._buffers if f"{path}.{n}".lstrip(".") in divided},
+            )
+            for path, one in module.named_modules()
+        ]
         # Owners that have buffers now are synchronized one by one, all other owners
         # together: a forward may register buffers, and replicas may differ in modules
         # without any.
@@ -94,19 +120,29 @@ class ModuleBuffers:
             collectives = self.strategy.collectives
             collectives.batch_reduce(ReduceOp.MEAN, arrays, "buffers", out=arrays)
         elif groups:
+            self._require_equal(arrays)
             broadcast(self.strategy, arrays, "buffers")
         self._remember(owners)
+
+    def _require_equal(self, arrays: list[Array]) -> None:
+        """Raise CollectiveError if buffers differ between the ranks of a replica."""
+        inside = self.strategy.inside
+        inside.require_whole("buffers of a module", arrays, advice=_UNEQUAL)
 
 
 class ReplicaBuffers(ModuleBuffers):
     """Copies of a module's buffers, one per local replica; one of them is in use."""
 
     def __init__(
-        self, module: torch.nn.Module, strategy: Strategy, mode: str | None
+        self,
+        module: torch.nn.Module,
+        strategy: Strategy,
+        mode: str | None,
+        divided: Collection[str] = (),
     ) -> None:
         self.num_sets = len(strategy.local_replicas)
         self._in_use = 0
-        super().__init__(module, strategy, mode)
+        super().__init__(module, strategy, mode, divided)
         for index in range(self.num_sets):
             self._keep(index)
 
@@ -172,6 +208,7 @@ class ReplicaBuffers(ModuleBuffers):
             reduce_parts = self.strategy.replicas.reduce_parts
             found = reduce_parts(ReduceOp.MEAN, arrays, "buffers")
         else:
+            self._require_equal(arrays[0])
             found = self.strategy.collectives.broadcast(arrays[0], 0, "buffers")
         for buffers in filter(None, sets):
             for buffer, value in zip(buffers, found, strict=True):

@@ -11,7 +11,7 @@ import torch
 from hpcstrat.checkpoint.agreement import of_all_groups
 from hpcstrat.checkpoint.file.plain_state import as_text
 from hpcstrat.engine.typing import Array, Replicas
-from hpcstrat.integrations.frameworks import variable_over
+from hpcstrat.integrations.frameworks import require_one_rank, variable_over
 from hpcstrat.integrations.torch.generator_states import GeneratorStates
 from hpcstrat.integrations.torch.logical_gradients import streams_of
 from hpcstrat.integrations.torch.module_buffers import broadcast
@@ -348,6 +348,7 @@ def state(
     ['generators', 'model', 'optimizer', 'torch']
     """
     strategy = strategy_of(module)
+    require_one_rank(strategy, "the state of a module in a checkpoint")
     others = {"scheduler": scheduler, "scaler": scaler}
     others = {name: other for name, other in others.items() if other is not None}
     found: dict[str, Any] = strategy.collectives.call(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +19,13 @@ from hpcstrat.integrations.frameworks import (
     require_sums_each_step,
 )
 from hpcstrat.integrations.torch.gradient_hooks import Replicated
+from hpcstrat.integrations.torch.inner_gradients import (
+    note_whole_loss,
+    parse_splits,
+    require_equal,
+)
 from hpcstrat.integrations.torch.logical_gradients import LogicalReplicated
+from hpcstrat.integrations.torch.meshes import is_dtensor
 from hpcstrat.integrations.torch.module_buffers import broadcast
 from hpcstrat.integrations.torch.tensors import memory_of, torchs_stream
 from hpcstrat.strategies import Strategy, get_strategy
@@ -48,6 +55,7 @@ def replicate(
     op: ReduceOp | str = "mean",
     buffers: str | None = "first",
     bucket_bytes: int = 4 << 20,
+    split: Mapping[str, Any] | None = None,
 ) -> torch.nn.Module:
     """Set a module's weights to replica 0's, and combine gradients over replicas.
 
@@ -67,6 +75,13 @@ def replicate(
     parameter in two replicated modules is combined once. Step an optimizer after
     ``backward()``, and not in hooks.
 
+    If replicas consist of several ranks, each of them has the module, and all compute
+    one loss, the replica's, which must go through `global_mean`. Parameters and buffers
+    are equal on the ranks of a replica, except those that ``split`` names, of which
+    each rank has a part. Gradients of equal parameters are averaged over all ranks, and
+    those of a part over the ranks with this part: both are the gradients of the global
+    mean. ``torch.autograd.grad`` returns those of parts alone.
+
     Parameters
     ----------
     module : torch.nn.Module
@@ -85,7 +100,15 @@ def replicate(
     bucket_bytes : int
         Size of a bucket, large enough that its transfer between workers takes some
         milliseconds. 0: one reduction at the end, as always with a single worker.
-        Buckets use as much memory as the gradients.
+        Buckets use as much memory as the gradients. Replicas of several ranks make one
+        reduction at the end.
+    split : mapping of str to int, optional
+        The parameters and buffers that the ranks of a replica divide, each with the
+        divided axis, such as ``{"spectral.weights": 3}``. Names may have wildcards, as
+        in ``fnmatch``. Instead of an axis, a dict from axes of the ``replica_shape`` to
+        axes. The module has this rank's part, with the rows of
+        ``strategy.inside.part``; the part of replica 0's rank at the same position is
+        copied to all replicas.
 
     Returns
     -------
@@ -97,13 +120,17 @@ def replicate(
     ValueError
         For an unknown ``op`` or ``buffers``, a negative size, or if a replicated module
         with another ``op`` shares parameters; the other replicas raise ReplicaError.
+        For a name in ``split`` that the module does not have, or a part of another
+        shape than ``part`` says. In a backward that does not go through `global_mean`,
+        with replicas of several ranks.
     NotImplementedError
         For a strategy whose replicas are not in sync.
     CollectiveError
         If the replicas' modules differ; raised on every replica. A later ``backward()``
         raises it if replicas make different calls, or have begun different numbers of
         backwards. So a backward that failed on one replica is never combined with the
-        next backward of the others.
+        next backward of the others. Also if parameters or buffers that ``split`` does
+        not name differ between the ranks of a replica, now or in a later backward.
 
     Examples
     --------
@@ -115,8 +142,17 @@ def replicate(
     tensor([[3., 3.]])
     """
     require_sums_each_step(strategy, "a module of PyTorch")
-    given = module, strategy, op, buffers, bucket_bytes
-    strategy.collectives.call("replicate", _replicate, *given)
+    begin = functools.partial(
+        _replicate,
+        module,
+        strategy,
+        op,
+        buffers=buffers,
+        bucket_bytes=bucket_bytes,
+        split=split or {},
+    )
+    inner = strategy.inside.collectives
+    strategy.collectives.call("replicate", inner.call, "replicate", begin)
     return module
 
 
@@ -124,8 +160,10 @@ def _replicate(
     module: torch.nn.Module,
     strategy: Strategy,
     op: Any,
+    *,
     buffers: str | None,
     bucket_bytes: int,
+    split: Mapping[str, Any],
 ) -> None:
     op = gradient_operation(op)
     if buffers not in _BUFFERS:
@@ -145,15 +183,31 @@ def _replicate(
                 "which has none before its first forward; call the module once with a "
                 "batch, of the same shape on every replica, before replicate"
             )
+        if is_dtensor(tensor):
+            raise ValueError(
+                f"expected tensors of this rank alone, found {name!r}, a DTensor, "
+                "which PyTorch divides over a mesh; let FSDP2 combine its gradients "
+                'over mesh["replica"] of hst.device_mesh, and leave out replicate'
+            )
     sizes = f"buffers={buffers}, bucket_bytes={bucket_bytes}"
     what = f"replicate(op={op.name}, {sizes})"
+    divided = parse_splits(tensors, split, strategy)
     with torchs_stream():
-        broadcast(strategy, {k: memory_of(t) for k, t in tensors.items()}, what)
+        arrays = {name: memory_of(tensor) for name, tensor in tensors.items()}
+        whole = {name: a for name, a in arrays.items() if name not in divided}
+        require_equal(strategy, whole, "replicate")
+        with strategy.inside.divided():
+            broadcast(strategy, arrays, what)
     if module in _replicated:
         _replicated.pop(module).remove()
     kind = LogicalReplicated if strategy.logical else Replicated
     _replicated[module] = kind(
-        module, strategy, op, buffers=buffers, bucket_bytes=bucket_bytes
+        module,
+        strategy,
+        op,
+        buffers=buffers,
+        bucket_bytes=bucket_bytes,
+        divided=divided,
     )
 
 
@@ -251,13 +305,17 @@ class _GlobalMean(torch.autograd.Function):
     """Replaces a replica's loss sum by the global mean; backward scales gradients."""
 
     @staticmethod
-    def forward(ctx: Any, loss_sum: Any, value: float, scale: float) -> Any:
-        ctx.scale = scale
+    def forward(
+        ctx: Any, loss_sum: Any, value: float, scale: float, compared: Strategy | None
+    ) -> Any:
+        ctx.scale, ctx.compared = scale, compared
         return torch.full_like(loss_sum, value)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        return gradient * ctx.scale, None, None
+        if ctx.compared is not None:
+            note_whole_loss(ctx.compared)
+        return gradient * ctx.scale, None, None, None
 
 
 def global_mean(
@@ -311,8 +369,9 @@ def global_mean(
             "a step without examples"
         )
     size = strategy.num_replicas_in_sync if op is ReduceOp.MEAN else 1
+    compared = strategy if strategy.inside.size > 1 else None
     apply: Callable[..., torch.Tensor] = _GlobalMean.apply
-    return apply(loss_sum, total / number, size / number)
+    return apply(loss_sum, total / number, size / number, compared)
 
 
 def _totals(strategy: Strategy, loss_sum: Any, count: Any) -> tuple[float, float]:
