@@ -114,19 +114,19 @@ class FileLayout:
     def mixed_blocks(self, size: int) -> tuple[list[int], ...]:
         """Return, for each of ``size`` ranks, its blocks with bytes that it lacks."""
         if size not in self._mixed:
-            divisions = {extent.path: extent.division for extent in self.divided}
-
-            def lacks(rank: int, piece: Piece) -> bool:
-                division = divisions.get(piece.path)
-                if division is None:
-                    return False
-                own, there = division.part_of[rank], piece.source
-                return any(p != own for p in division.parts_in(there.start, there.stop))
-
-            self._mixed[size] = tuple(
-                [b for b in blocks if any(lacks(rank, p) for p in self.pieces(b))]
-                for rank, blocks in enumerate(self.parts(size) if divisions else ())
-            )
+            parts = self.parts(size)
+            owners = {block: rank for rank, own in enumerate(parts) for block in own}
+            mixed: list[set[int]] = [set() for _ in parts]
+            for extent in self.divided:
+                division, begin = extent.division, extent.offset
+                assert division is not None
+                for block in self.blocks_of(begin, extent.stop):
+                    start, stop = self.span(block)
+                    span = max(start, begin) - begin, min(stop, extent.stop) - begin
+                    own = division.part_of[owners[block]]
+                    if any(part != own for part in division.parts_in(*span)):
+                        mixed[owners[block]].add(block)
+            self._mixed[size] = tuple(map(sorted, mixed))
         return self._mixed[size]
 
     def span(self, block: int) -> tuple[int, int]:

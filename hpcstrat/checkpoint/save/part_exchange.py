@@ -207,6 +207,8 @@ def _rounds(
         made.blocks.extend(mixed[rank][first : first + count])
         # Sender and receiver both order the bytes as in the file, so that they match.
         for owner, blocks in enumerate(mixed):
+            if owner != rank and not any(d.sends_to(owner) for d in datasets.values()):
+                continue
             for block in blocks[first : first + count]:
                 for piece in plan.pieces(block):
                     if piece.path in datasets:

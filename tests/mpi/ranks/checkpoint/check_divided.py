@@ -26,7 +26,7 @@ from tests.mpi.ranks.effort import seeds
 from tests.mpi.ranks.outcomes import outcome
 from tests.mpi.ranks.saved import make_variable
 
-pytestmark = pytest.mark.rule
+pytestmark = pytest.mark.algorithm
 
 DTYPES = ("float64", "float32", "int16", "bool", "complex128", "float16")
 
@@ -35,10 +35,14 @@ DTYPES = ("float64", "float32", "int16", "bool", "complex128", "float16")
 def strategies(job: Any) -> Iterator[dict[int, Any]]:
     """Yield strategies by the number of ranks of their replicas."""
     counts = [count for count in range(1, job.size + 1) if job.size % count == 0]
+    # With 3 ranks, workers of unequal sizes.
+    workers = 2 if job.size > 2 else None
     with ExitStack() as stack:
         yield {
             count: stack.enter_context(
-                hs.MultiWorkerMirroredStrategy(ranks_per_replica=count)
+                hs.MultiWorkerMirroredStrategy(
+                    ranks_per_replica=count, replicas_per_worker=workers
+                )
             )
             for count in counts
         }
