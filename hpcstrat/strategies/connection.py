@@ -279,7 +279,7 @@ class Connection:
         self.users -= 1
         if self.users:
             return
-        _connections.pop(key, None)
+        self._forget(key)
         # A program with few steps has not yet compared its inputs.
         for inputs in (self.run_inputs, self.module_inputs):
             inputs.look()
@@ -297,9 +297,7 @@ class Connection:
 
     def abandon(self, key: Any) -> None:
         """Free all resources without collective calls, because ranks have died."""
-        # The key may be None, or belong to a newer connection of the remaining ranks.
-        if _connections.get(key) is self:
-            del _connections[key]
+        self._forget(key)
         for inputs in (self.run_inputs, self.module_inputs):
             inputs.stop()
         job_timeline.stop(self.topology, together=False)
@@ -309,6 +307,12 @@ class Connection:
             watchdog.unregister(self.channel)
             self.channel.abandon()
         self.topology.abandon()
+
+    def _forget(self, key: Any) -> None:
+        # The key may also be that of another connection: of the connection that this
+        # one divides, or of a newer one of the remaining ranks.
+        if _connections.get(key) is self:
+            del _connections[key]
 
 
 # Strategies over all ranks share a topology, so that an error is raised if ranks make

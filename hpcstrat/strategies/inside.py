@@ -24,7 +24,7 @@ __all__ = ["Inside", "parse_shape"]
 
 # The only axis of a replica that is given by its number of ranks.
 _AXIS = "ranks"
-# An error names at most this number of values.
+# An error names at most this number of values or ranks.
 _MOST_NAMED = 4
 
 
@@ -124,7 +124,20 @@ class Inside:
         return self._comm
 
     def coords_of(self, position: int) -> dict[str, int]:
-        """Return the coordinates of a rank of the replica along each axis."""
+        """Return the coordinates of a rank of the replica along each axis.
+
+        Not collective.
+
+        Parameters
+        ----------
+        position : int
+            The position of the rank in the replica.
+
+        Returns
+        -------
+        dict of str to int
+            Its coordinate, from 0, along each axis of ``shape``.
+        """
         found = np.unravel_index(position, tuple(self.shape.values()))
         return dict(zip(self.shape, map(int, found), strict=True))
 
@@ -319,7 +332,13 @@ class Inside:
         ----------
         value : tree of array_like
             Arrays of the shapes that `halo` returns.
-        axis, width, along, periodic
+        axis : int
+            As in `halo`.
+        width : int or tuple of int
+            As in `halo`.
+        along : str, optional
+            As in `halo`.
+        periodic : bool
             As in `halo`.
 
         Returns
@@ -402,6 +421,10 @@ class Inside:
         ``all_reduce`` for example, must be equal on all ranks of the replica. Inside of
         this block it may differ: then the ranks at one position of all replicas reduce
         or gather their values, and each position has its own result.
+
+        Yields
+        ------
+        None
         """
         self._divided += 1
         try:
@@ -427,7 +450,9 @@ class Inside:
         leaves = flatten(tree)[0]
         own = np.array([_digest(leaf) for leaf in leaves], np.uint64)
         parts = [np.empty_like(own) for _ in range(self.size)]
-        self.collectives.moves.all_gather_into(own, parts, f"values in {what}")
+        self.collectives.moves.all_gather_into(
+            own, parts, f"comparison of values of {what}"
+        )
         if all(part.tobytes() == parts[0].tobytes() for part in parts):
             return
         wrong = [
@@ -435,6 +460,8 @@ class Inside:
             for index in range(len(leaves))
             if len({int(part[index]) for part in parts}) > 1
         ]
+        channel: Any = self.collectives.channel
+        ranks = channel.topology.job_ranks
         others = [
             position
             for position, part in enumerate(parts)
@@ -442,15 +469,15 @@ class Inside:
         ]
         which = ""
         if names is not None or len(leaves) > 1:
-            some = [names[i] if names else f"value {i}" for i in wrong[:_MOST_NAMED]]
-            more = ", ..." if len(wrong) > _MOST_NAMED else ""
-            which = f" of {', '.join(some)}{more}"
+            which = f" of {_some([names[i] if names else f'value {i}' for i in wrong])}"
+        found = _some([f"rank {ranks[p]} (position {p})" for p in others])
         raise CollectiveError(
             f"expected equal values{which} in {what} on the {self.size} ranks of "
-            f"replica {self._replica}, found that positions {others} have others than "
-            "position 0; finish sums inside of the replica by strategy.inside.sum, or "
-            "use strategy.inside.broadcast; for values that stay divided, see "
-            "strategy.inside.divided"
+            f"replica {self._replica}, found other values on {found} than on rank "
+            f"{ranks[0]} (position 0); finish sums inside of the replica by "
+            "strategy.inside.sum, or use strategy.inside.broadcast; for values that "
+            "stay divided, see strategy.inside.divided",
+            [ranks[position] for position in others],
         )
 
     def region(
@@ -518,6 +545,11 @@ class Inside:
             self._comm.Free()
             self._comm = None
         self.collectives.close()
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first of these names as a text."""
+    return ", ".join([*names[:_MOST_NAMED], *["..."] * (len(names) > _MOST_NAMED)])
 
 
 def _digest(leaf: Any) -> int:

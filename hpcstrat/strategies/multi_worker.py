@@ -35,9 +35,9 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
     ranks_per_replica : int, optional
         Number of ranks of each replica, which divides the number of ranks and is equal
         on every rank. The ranks of a replica are neighbors in rank order; they use the
-        calls of the attribute ``inside``, see ``docs/user-guide/inside.md``. Values
-        that leave a replica, such as losses and gradients, must be equal on its ranks.
-        Default: 1.
+        calls of the attribute ``inside``. Values that leave a replica, such as losses
+        and gradients, must be equal on its ranks; see
+        ``docs/user-guide/replicas-of-several-ranks.md``. Default: 1.
     replica_shape : dict of str to int, optional
         Instead of ``ranks_per_replica``: the numbers of ranks along named axes, such as
         ``{"x": 2, "y": 2}``. The last axis varies fastest in rank order.

@@ -261,6 +261,23 @@ def test_recipes_compute_the_same_on_any_number_of_ranks(
             )
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_program_of_replicas_of_several_ranks_prints_the_same(
+    tmp_path: Path, ranks: int
+) -> None:
+    page = PAGES["user-guide/replicas-of-several-ranks.md"]
+    (tmp_path / "fit_conductivity.py").write_text(runnable(page, 1)[0].code)
+    done = testing.launch(
+        ranks,
+        [sys.executable, str(tmp_path / "fit_conductivity.py")],
+        timeout=100,
+        env={"RANKS_PER_REPLICA": "2"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout in page.read_text()
+    assert "largest error" in done.stdout
+
+
 def test_blocks_for_ranks_say_so_to_readers() -> None:
     assert [
         f"{name}:{block.line}"

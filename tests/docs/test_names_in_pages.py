@@ -19,7 +19,7 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 # Folders that an example program creates.
 _OF_PROGRAMS = {"logs/", "runs/"}
 # Files of users, which pages name as examples.
-_OF_USERS = {"test_NAME.py", "train.py"}
+_OF_USERS = {"fit_conductivity.py", "test_NAME.py", "train.py"}
 _FILE = re.compile(r"^[\w.]+\.(?:py|c|cu|h|sh)$")
 _PATH = re.compile(
     r"(?<![\w/.$~-])([a-z_]+(?:/[\w.]+)*/(?:[\w.]+\.(?:py|c|cu|md|sh))?)$"

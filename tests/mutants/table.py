@@ -261,10 +261,10 @@ MUTANTS = (
         "return int(ends[source, (to - source) % size])",
     ),
     _m(
-        "pieces: the last bytes of an array are not broadcast",
-        "3:gather_broadcast",
-        "in range(0, data.size, PIECE_BYTES):\n            piece =",
-        "in range(0, data.size - 1, PIECE_BYTES):\n            piece =",
+        "moves: a rank's own part of an exchange is not in its results",
+        "3:moves",
+        "memory[comm.rank][...] = own\n",
+        "pass\n",
     ),
     # Headers between workers, and values in headers.
     _m(

@@ -15,6 +15,7 @@ MODULE_EXCEPTIONS = {
     "bench": "folders of two benchmarks: of scaling, and of writing checkpoints",
     "commands": "each tool has its commands beside it",
     "elastic": "horovod.torch.elastic, as Horovod has it",
+    "inside": "the calls among the ranks of a replica: in NumPy, PyTorch and JAX",
     "rows": "data.rows, and data.files.rows",
     "streams": "of a data set, and of a GPU",
     "torch": "horovod.torch, as Horovod has it",

@@ -57,7 +57,7 @@ class Addition(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Transfer:
+class _BlockTransfer:
     """Values that a rank sends to another rank, or copies itself.
 
     The offsets of both blocks in a stream are not set yet.
@@ -69,7 +69,7 @@ class _Transfer:
     taken: Block
 
 
-class _Run(NamedTuple):
+class _BlockRun(NamedTuple):
     """Adjacent rows of a rank's padded array, which are rows of another rank."""
 
     # The owner's position in the line, or -1 for rows outside of the field.
@@ -88,7 +88,7 @@ def halo_blocks(
     shapes: Shapes, itemsizes: Sequence[int], halo: Halo, lines: Lines, me: int
 ) -> MoveBlocks:
     """Return the blocks of a call that adds rows of neighbors to each rank's rows."""
-    transfers, zeros, axis = list[_Transfer](), list[Block](), halo.axis
+    transfers, zeros, axis = list[_BlockTransfer](), list[Block](), halo.axis
     for line, i in itertools.product(lines, range(len(itemsizes))):
         lengths = [shapes[rank][i][axis] for rank in line]
         for position, rank in enumerate(line):
@@ -97,7 +97,7 @@ def halo_blocks(
             sent = _rows(rank, i, own, axis, range(own[axis]))
             rows = range(halo.before, halo.before + own[axis])
             taken = _rows(rank, i, whole, axis, rows)
-            transfers.append(_Transfer(rank, rank, sent, taken))
+            transfers.append(_BlockTransfer(rank, rank, sent, taken))
             for run in _pads(lengths, position, halo):
                 source = line[run.owner]
                 taken = _rows(source, i, whole, axis, run.padded)
@@ -106,7 +106,7 @@ def halo_blocks(
                     continue
                 shape = _in_bytes(shapes[source][i], itemsizes[i])
                 sent = _rows(source, i, shape, axis, run.rows)
-                transfers.append(_Transfer(source, rank, sent, taken))
+                transfers.append(_BlockTransfer(source, rank, sent, taken))
     return _blocks(transfers, zeros, len(shapes), me)
 
 
@@ -120,19 +120,19 @@ def halo_adjoint_blocks(
     or this one, have in their pads: those of the nearest ranks first. Returns also how
     this rank adds them, and the size of each flat result.
     """
-    transfers, additions, axis = list[_Transfer](), list[Addition](), halo.axis
+    transfers, additions, axis = list[_BlockTransfer](), list[Addition](), halo.axis
     counts = [0] * len(itemsizes)
     for line, i in itertools.product(lines, range(len(itemsizes))):
         pads, size = halo.before + halo.after, itemsizes[i]
         lengths = [shapes[rank][i][axis] - pads for rank in line]
-        runs = list[tuple[int, int, int, _Run]]()
+        runs = list[tuple[int, int, int, _BlockRun]]()
         for position, rank in enumerate(line):
             whole, length = _in_bytes(shapes[rank][i], size), lengths[position]
             rows = range(halo.before, halo.before + length)
             sent = _rows(rank, i, whole, axis, rows)
             own = _with(whole, axis, length)
             taken = _rows(rank, 2 * i, own, axis, range(length))
-            transfers.append(_Transfer(rank, rank, sent, taken))
+            transfers.append(_BlockTransfer(rank, rank, sent, taken))
             runs += [
                 (abs(position - run.owner), position, run.padded.start, run)
                 for run in _pads(lengths, position, halo)
@@ -146,7 +146,7 @@ def halo_adjoint_blocks(
             first = filled[owner]
             filled[owner] += sent.nbytes
             taken = Block(rank, 2 * i + 1, 0, first, sent.nbytes)
-            transfers.append(_Transfer(rank, owner, sent, taken))
+            transfers.append(_BlockTransfer(rank, owner, sent, taken))
             if owner == me and sent.nbytes:
                 values = first // size, filled[owner] // size
                 additions.append(Addition(i, run.rows, values))
@@ -167,7 +167,7 @@ def transpose_blocks(
     ``axes`` are the axis along which ``shapes`` are divided, and the axis along which
     the results are divided, by the rule of `part`.
     """
-    transfers = list[_Transfer]()
+    transfers = list[_BlockTransfer]()
     split, whole = axes
     for line, i in itertools.product(lines, range(len(itemsizes))):
         lengths = [shapes[rank][i][split] for rank in line]
@@ -178,11 +178,11 @@ def transpose_blocks(
             sent = _rows(source, i, shape, whole, rows)
             result = _with(_with(shape, whole, len(rows)), split, starts[-1])
             taken = _rows(source, i, result, split, range(*starts[p : p + 2]))
-            transfers.append(_Transfer(source, target, sent, taken))
+            transfers.append(_BlockTransfer(source, target, sent, taken))
     return _blocks(transfers, [], len(shapes), me)
 
 
-def _pads(lengths: Sequence[int], position: int, halo: Halo) -> Iterator[_Run]:
+def _pads(lengths: Sequence[int], position: int, halo: Halo) -> Iterator[_BlockRun]:
     """Return the rows that a rank has before and after its own rows.
 
     ``lengths`` are those of the line. If the field is periodic, it has a row at least.
@@ -196,7 +196,7 @@ def _pads(lengths: Sequence[int], position: int, halo: Halo) -> Iterator[_Run]:
 
 def _runs(
     starts: Sequence[int], low: int, high: int, at: int, halo: Halo
-) -> Iterator[_Run]:
+) -> Iterator[_BlockRun]:
     """Divide rows of the field by their owners, from row ``low`` to row ``high``."""
     whole = starts[-1]
     while low < high:
@@ -206,10 +206,10 @@ def _runs(
             owner = bisect.bisect_right(starts, row) - 1
             end = min(high, low + starts[owner + 1] - row)
             start, count = row - starts[owner], end - low
-            yield _Run(owner, range(start, start + count), range(at, at + count))
+            yield _BlockRun(owner, range(start, start + count), range(at, at + count))
         else:
             end = high if low >= whole else min(high, 0)
-            yield _Run(-1, range(0), range(at, at + end - low))
+            yield _BlockRun(-1, range(0), range(at, at + end - low))
         low, at = end, at + end - low
 
 
@@ -235,7 +235,7 @@ def _rows(
 
 
 def _blocks(
-    transfers: Sequence[_Transfer], zeros: Sequence[Block], size: int, me: int
+    transfers: Sequence[_BlockTransfer], zeros: Sequence[Block], size: int, me: int
 ) -> MoveBlocks:
     """Return one rank's blocks of a call with the transfers of all ranks."""
     puts, takes = list[Block](), list[Block]()

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hpcstrat.engine.call_sites import call_site
@@ -200,7 +202,8 @@ class Failures:
             self.told_at = channel.num_calls
             raise LengthsDifferError(call)
         if not goes_on:
-            raise self._conclude(announcements, error or explain(announcements)).error
+            error = error or self._explain(announcements)
+            raise self._conclude(announcements, error).error
         channel.agree(call, timeout_seconds, carried)
 
     def fail(
@@ -233,7 +236,7 @@ class Failures:
     def exchange(self, announcement: Announcement) -> Failure:
         """Exchange announcements between all ranks; return the resulting failure."""
         announcements = self._gather(announcement)
-        return self._conclude(announcements, explain(announcements))
+        return self._conclude(announcements, self._explain(announcements))
 
     def _gather(self, announcement: Announcement) -> list[Announcement]:
         channel, position = self._channel, self._channel.position
@@ -269,13 +272,22 @@ class Failures:
         position.run_fingerprint = position.step_fingerprint
         return announcements
 
+    def _explain(self, announcements: Sequence[Announcement]) -> CollectiveError:
+        """Return the error of all ranks; it names their ranks in the job."""
+        names = self._channel.topology.job_ranks
+        return explain([replace(a, rank=names[a.rank]) for a in announcements])
+
     def _conclude(
         self, announcements: list[Announcement], error: CollectiveError
     ) -> Failure:
         """Store and return the failure that ends a call, whose data no rank reads."""
         channel, failure = self._channel, Failure(error, announcements)
         channel.rings.restart()
-        leavers = [a.rank for a in announcements if a.flags & LEFT]
+        leavers = [
+            self._channel.topology.job_ranks[a.rank]
+            for a in announcements
+            if a.flags & LEFT
+        ]
         if leavers:
             self.broken = f"ranks {leavers} have left the program"
         self.leaving = failure if failure.level <= self.depth else None
@@ -364,7 +376,8 @@ class Failures:
         if self.broken:
             return
         self.between_calls = entered is not None
-        self.broken = f"{what} by {type(error).__name__} on rank {self._rank}"
+        rank = self._channel.topology.job_ranks[self._rank]
+        self.broken = f"{what} by {type(error).__name__} on rank {rank}"
         if isinstance(error, CollectiveError):
             # Include the error's message, such as which rank did not arrive in time:
             # the other ranks wait for that rank, too.

@@ -161,6 +161,8 @@ class Topology:
         self.replica_comm = self._made(parent, parent.Dup)
         self.replica_id: int = self.replica_comm.rank
         self.num_replicas: int = self.replica_comm.size
+        # The replicas' ranks in the job, which errors and reports name.
+        self.job_ranks: list[int] = _job_ranks(mpi, self.replica_comm)
         self.worker_comm = self._split_worker(replicas_per_worker)
         self._number_workers()
         self.worker_replicas: list[int] = self.worker_comm.allgather(self.replica_id)
@@ -343,3 +345,16 @@ def slot_bytes(worker_size: int, num_workers: int = 1) -> int:
     share = _SEGMENT_BYTES // (SLOTS_IN_RING * worker_size)
     share = 1 << (max(mmap.PAGESIZE, share).bit_length() - 1)
     return min(most, share)
+
+
+def _job_ranks(mpi: Any, comm: Any) -> list[int]:
+    """Return the rank in the job of each rank of ``comm``.
+
+    Ranks that are in no common job, because MPI has spawned them or connected two jobs,
+    keep their numbers in ``comm``.
+    """
+    own, every = comm.Get_group(), mpi.COMM_WORLD.Get_group()
+    ranks = list(own.Translate_ranks(None, every))
+    own.Free()
+    every.Free()
+    return list(range(comm.size)) if mpi.UNDEFINED in ranks else ranks

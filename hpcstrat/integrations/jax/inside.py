@@ -50,7 +50,7 @@ class _Ranks:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Halo(TreeOperation):
+class _HaloOperation(TreeOperation):
     """A halo, or its adjoint, along axis ``place``."""
 
     width: tuple[int, int] = (0, 0)
@@ -198,7 +198,7 @@ def halo(
 
     pair = collective_calls.checked(ranks, "halo", prepare)
     names, leaves, structure = _leaves(tree, ranks, "halo", axis)
-    operation = _Halo(ranks, "halo", names, axis, pair, bool(periodic), lines)
+    operation = _HaloOperation(ranks, "halo", names, axis, pair, bool(periodic), lines)
     return structure.unflatten(bind(operation, leaves))
 
 

@@ -29,7 +29,9 @@ class _Linear(torch.autograd.Function):
     """A linear function of all ranks' arrays, whose gradient is its adjoint."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, calls: _Calls, move: _Move, adjoint: _Move) -> Any:
+    def forward(
+        ctx: Any, x: Any, calls: _ReplicaCalls, move: _Move, adjoint: _Move
+    ) -> Any:
         ctx.given = calls, adjoint, move
         return calls.moved(x, move)
 
@@ -38,7 +40,7 @@ class _Linear(torch.autograd.Function):
         return _Linear.apply(gradient, *ctx.given), None, None, None
 
 
-class _Calls:
+class _ReplicaCalls:
     """The calls of a replica's ranks; ``what`` names the call in errors."""
 
     def __init__(self, inside: Any, what: str, *, on_host: bool = False) -> None:
@@ -125,7 +127,7 @@ def halo(
         On every rank, if ranks disagree on the arguments, on the dtype, or on lengths
         along other dimensions.
     """
-    calls = _Calls(inside, "halo", on_host=True)
+    calls = _ReplicaCalls(inside, "halo", on_host=True)
     rule = {"periodic": periodic, "lines": calls.lines(along)}
     return calls.apply(
         x,
@@ -174,7 +176,7 @@ def transpose(
         On every rank, if ranks disagree on the arguments, on the dtype, or on lengths
         along other dimensions.
     """
-    calls = _Calls(inside, "transpose", on_host=True)
+    calls = _ReplicaCalls(inside, "transpose", on_host=True)
     lines = calls.lines(along)
     return calls.apply(
         x,
@@ -206,7 +208,7 @@ def sum(x: torch.Tensor, *, inside: Any = None) -> torch.Tensor:  # noqa: A001
     CollectiveError
         On every rank, if shapes or dtypes differ.
     """
-    calls = _Calls(inside, "sum")
+    calls = _ReplicaCalls(inside, "sum")
     return calls.apply(x, calls.summed, calls.summed)
 
 
@@ -237,7 +239,7 @@ def gather(x: torch.Tensor, dim: int, *, inside: Any = None) -> torch.Tensor:
     CollectiveError
         On every rank, if dtypes or lengths along other dimensions differ.
     """
-    calls, lengths = _Calls(inside, "gather"), list[int]()
+    calls, lengths = _ReplicaCalls(inside, "gather"), list[int]()
 
     def gathered(array: Array) -> Array:
         whole: Array
@@ -280,7 +282,7 @@ def broadcast(
     CollectiveError
         On every rank, if positions, shapes or dtypes differ.
     """
-    calls = _Calls(inside, "broadcast")
+    calls = _ReplicaCalls(inside, "broadcast")
     return calls.apply(
         x,
         lambda array: calls.fields.broadcast(array, position, "broadcast"),

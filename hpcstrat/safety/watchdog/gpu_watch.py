@@ -88,6 +88,7 @@ def _calls(watches: Sequence[Watch]) -> str:
 
 def _silent(watches: Sequence[Watch]) -> str:
     """Return a text that names the ranks of this worker whose watchdogs do not run."""
-    states = [state for watch in watches for state in watch.states()]
-    ranks = sorted({state.rank for state in states if not state.fresh})
+    states = [(watch, state) for watch in watches for state in watch.states()]
+    silent = [(w.topology, state.rank) for w, state in states if not state.fresh]
+    ranks = sorted({topology.job_ranks[rank] for topology, rank in silent})
     return f", and {some_ranks(ranks)} of this worker shows no life" if ranks else ""

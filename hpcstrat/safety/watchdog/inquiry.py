@@ -141,8 +141,9 @@ class Inquiry:
             self._late_rank(state, stacks.get(rank, _SILENT))
             for rank, state in shown.items()
         ]
+        names = watch.topology.job_ranks
         waits = [
-            state.rank
+            names[state.rank]
             for state in self.states
             if state.in_call and state.sequence == self._sequence
         ]
@@ -153,7 +154,7 @@ class Inquiry:
             where = f"{site}, " if site else ""
             place = f"in {waiting.call.text} ({where}call {self._sequence})"
         return LateReport(
-            waits or [watch.topology.replica_id],
+            waits or [names[watch.topology.replica_id]],
             time.monotonic() - waiting.start,
             place,
             late,
@@ -178,7 +179,7 @@ class Inquiry:
             last = f"call {number} {text}".rstrip()
         was_slow = state.slow_left > self._waiting.start - time.monotonic()
         return LateRank(
-            state.rank,
+            self._watch.topology.job_ranks[state.rank],
             self._watch.peers.host(state.rank),
             stacks,
             last_call=last,
