@@ -140,8 +140,7 @@ def _train(strategy: Any, optimizer: Any, variables: Any, steps: range) -> None:
         strategy.run(step, args=(number,))
 
 
-@pytest.mark.parametrize("builds", [True, False])
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(("builds", "accumulate"), [(True, 3), (False, 1)])
 def test_training_continues_with_another_division(
     builds: bool, accumulate: int, job: Any, strategies: dict[int, Any], folder: Path
 ) -> None:
