@@ -109,6 +109,10 @@ class CheckpointManager:
     are removed when a new checkpoint is on the disk. The newest intact checkpoint is
     always kept. Damaged checkpoints are not counted, and not removed.
 
+    If replicas consist of several ranks, a variable with ``split`` is one dataset of
+    its whole shape, which a restore divides as the program's variable is divided. State
+    of a replica is saved once, and must be equal on the replica's ranks.
+
     Parameters
     ----------
     directory : str or path

@@ -124,6 +124,43 @@ def test_any_division_is_restored_into_any_other(
             other.check_divergence()
 
 
+@pytest.mark.usefixtures("small_blocks")
+def test_grids_of_ranks_are_restored_into_any_other_division(
+    job: Any, strategies: dict[int, Any], folder: Path
+) -> None:
+    """Two axes of the array are divided, or ranks along an axis have equal parts."""
+    x = 2 if job.size % 2 == 0 else 1
+    whole = np.random.default_rng(5).standard_normal((13, 1, 41, 7))
+    splits = [{"x": 2, "y": 0}, {"x": 3, "y": 2}, {"x": 0}, {"y": 3}]
+    shape = {"x": x, "y": job.size // x}
+    with hs.MultiWorkerMirroredStrategy(replica_shape=shape) as grid:
+        variables = []
+        for split in splits:
+            own = [slice(None)] * whole.ndim
+            for along, axis in split.items():
+                own[axis] = grid.inside.part(whole.shape[axis], along)
+            with grid.scope():
+                part = whole[tuple(own)]
+                variables.append(hs.Variable(part, split=split, name=f"v{split}"))
+        manager = hs.CheckpointManager(folder / "grid", net=variables)
+        path = manager.save(1, asynchronous=True)
+        for variable in variables:
+            variable.component[...] = 0
+        manager.wait()
+        manager.restore()
+        for variable in variables:
+            _check(variable, whole)
+    for count, other in strategies.items():
+        axes = [None, 0, 2, 3]
+        lines = [
+            _variable(other, np.zeros_like(whole), axis, f"w{axis}") for axis in axes
+        ]
+        manager = hs.CheckpointManager(folder / str(count), net=lines)
+        manager.restore(path)
+        for line in lines:
+            _check(line, whole)
+
+
 def _train(strategy: Any, optimizer: Any, variables: Any, steps: range) -> None:
     """Make steps whose gradients depend on the step and on the element."""
 
