@@ -183,6 +183,8 @@ class _Batches(Iterator[Tree]):
                 channel.elsewhere()
             refuse_inner("next")
             channel.position.enter_next()
+        if own:
+            strategy.inside.count_next()
         if self._ended:
             raise StopIteration
         if self._start == stage.num_rows:

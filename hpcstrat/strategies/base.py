@@ -351,6 +351,7 @@ class Strategy(OlderMethods):
         channel = self.collectives.channel
         # The call is counted before anything can fail, so that the step counts in the
         # headers differ only if a rank did not call `run`.
+        self.inside.count_run()
         if channel is not None:
             if channel.elsewhere is not None:
                 channel.elsewhere()

@@ -14,6 +14,7 @@ from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import as_array, to_host
 from hpcstrat.engine.calls.field_moves import grid_lines
 from hpcstrat.engine.calls.replica_collectives import Collectives
+from hpcstrat.engine.channel.position import Position
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.tree import flatten
 from hpcstrat.engine.typing import Array, Tree
@@ -96,10 +97,24 @@ class Inside:
         self.position = collectives.rank
         self.coords = self.coords_of(self.position)
         self._replica = replica
+        # The step counts of the other channels of the strategy, which `run` and next()
+        # increase as well: if a rank leaves out a call on one channel, all ranks notice
+        # this in their next call on any other.
+        self.counted: Sequence[Position] = ()
         self._comm: Any = None
         # Above 0 in blocks whose values may differ between positions.
         self._divided = 0
         self._lines: dict[str, Any] = {}
+
+    def count_run(self) -> None:
+        """Count a call of `run` on the other channels of the strategy."""
+        for position in self.counted:
+            position.enter_run()
+
+    def count_next(self) -> None:
+        """Count a request for a batch on the other channels of the strategy."""
+        for position in self.counted:
+            position.enter_next()
 
     def __repr__(self) -> str:
         return f"Inside(position {self.position} of {self.size}, shape {self.shape})"
@@ -448,11 +463,16 @@ class Inside:
         if self.size == 1 or self._divided:
             return
         leaves = flatten(tree)[0]
-        own = np.array([_digest(leaf) for leaf in leaves], np.uint64)
+        own = np.empty(len(leaves), np.uint64)
         parts = [np.empty_like(own) for _ in range(self.size)]
-        self.collectives.moves.all_gather_into(
-            own, parts, f"comparison of values of {what}"
-        )
+
+        def exchange() -> None:
+            own[:] = [_digest(leaf) for leaf in leaves]
+            self.collectives.moves.all_gather_into(own, parts, compared)
+
+        # If a rank has a value of a type that is not supported, all ranks raise.
+        compared = f"comparison of values of {what}"
+        self.collectives.call(compared, exchange)
         if all(part.tobytes() == parts[0].tobytes() for part in parts):
             return
         wrong = [

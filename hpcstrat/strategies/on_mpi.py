@@ -12,12 +12,12 @@ from hpcstrat.engine.calls.cross_device_ops import (
 )
 from hpcstrat.engine.calls.replica_collectives import Collectives
 from hpcstrat.engine.channel.entries import collective
-from hpcstrat.engine.channel.position import Position
 from hpcstrat.engine.logical.replica_sums import require_no_wire_dtype
 from hpcstrat.engine.logical.threads import fix_threads
 from hpcstrat.engine.options import CommunicationOptions, VariableOptions
 from hpcstrat.engine.settings import Settings
 from hpcstrat.engine.topology.topology import Topology
+from hpcstrat.engine.typing import Tree
 from hpcstrat.errors import RankLostError
 from hpcstrat.safety.divergence.copies import MirroredCopies
 from hpcstrat.safety.divergence.step_digests import StepDigests
@@ -32,6 +32,7 @@ from hpcstrat.strategies.connection import (
     connect,
 )
 from hpcstrat.strategies.inside import Inside, parse_shape
+from hpcstrat.strategies.logical_devices import LogicalDevices
 from hpcstrat.strategies.own_reductions import HookedCollectives
 from hpcstrat.strategies.update_backends import Copies, PositionCopies
 from hpcstrat.strategies.whole_values import WholeCollectives
@@ -89,7 +90,7 @@ def checked_shape(ranks: Any, shape: Any) -> tuple[Exception | None, dict[str, i
         return error, parse_shape(None, None)
 
 
-class MpiStrategy(Strategy):
+class MpiStrategy(LogicalDevices, Strategy):
     """Base class of strategies whose replicas run on MPI ranks.
 
     Collective over ``comm``. The arguments are described at
@@ -124,10 +125,9 @@ class MpiStrategy(Strategy):
             problem = _problem(request, cross_device_ops, communication_options)
         self._key, self._everyone = connect(request, problem)
         # Only with replicas of several ranks: further connections, calls of all ranks,
-        # what `run` counts, and the comparison of copies inside of the replica.
+        # and the comparison of copies inside of the replica.
         self._inner: ReplicaConnections | None = None
         self._all_ranks: AllRanks | None = None
-        self._counted: list[Position] = []
         self._copies_inside: MirroredCopies | None = None
         # Other strategies may still use the connection after this strategy is closed.
         self._closed = False
@@ -184,25 +184,18 @@ class MpiStrategy(Strategy):
         replica = self._everyone.topology.replica_id // count
         self.inside = Inside(shape, Collectives(inner.inside.channel), replica)
         channels = [c.channel for c in (inner.inside, self._everyone)]
-        self._counted = [c.position for c in channels if c is not None]
-        self._copies_inside = inner.inside.copies
-        self.run = self._run_counted  # type: ignore[method-assign]
+        self.inside.counted = [c.position for c in channels if c is not None]
+        self._copies_inside = copies = inner.inside.copies
+        if copies is not None:
+            copies.note = (
+                f"The replicas of this error are positions of replica {replica}."
+            )
         everyone = self._everyone
         self._all_ranks = AllRanks(
             Collectives(everyone.channel), everyone.topology, everyone.settings
         )
         self._inner = inner
         return inner.across
-
-    def _run_counted(self, *args: Any, **kwargs: Any) -> Any:
-        """Count the step on all channels, and run it.
-
-        If a rank leaves out a call inside of its replica, its step count then differs
-        from that of the others in the next call, on whatever channel.
-        """
-        for position in self._counted:
-            position.enter_run()
-        return super().run(*args, **kwargs)
 
     @property
     def _connections(self) -> list[Connection]:
@@ -327,6 +320,11 @@ class MpiStrategy(Strategy):
         # The base class checks the argument.
         super().expect_slow(seconds)
         return watchdog.expect_slow(seconds)
+
+    def check_equal(self, tree: Tree) -> None:
+        self._require_cross("check_equal")
+        self.inside.require_whole("check_equal", tree)
+        super().check_equal(tree)
 
     @collective
     def check_divergence(self) -> None:

@@ -23,7 +23,8 @@ class WholeCollectives(Collectives):
     """The calls among the ranks at one position of all replicas.
 
     Before each reduction and gather, the ranks of the replica compare their values, see
-    `Inside.require_whole`. In `Inside.divided` blocks they do not.
+    `Inside.require_whole`. In `Inside.divided` blocks they do not. A broadcast sends
+    the values of the first rank of a replica, and a barrier waits for all ranks.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class WholeCollectives(Collectives):
         self._inside = inside
         self._reduce, self._start = self.reduce_in_call, self.start_in_call
         self._gather, self._start_gather = self.all_gather, self.start_all_gather
-        self._send = self.broadcast
+        self._send, self._wait = self.broadcast, self.barrier
         # The kernel cannot repeat these calls, because values are compared before.
         self.repeat = repeat_nothing
         self.repeat_gather = repeat_nothing  # type: ignore[assignment]
@@ -44,6 +45,7 @@ class WholeCollectives(Collectives):
         self.all_gather = self._gather_whole
         self.start_all_gather = self._start_gather_whole
         self.broadcast = self._broadcast_whole
+        self.barrier = self._barrier_of_all
 
     def _reduce_whole(
         self, op: Any, trees: Tree, what: str, options: Any = None, **more: Any
@@ -75,3 +77,16 @@ class WholeCollectives(Collectives):
         if not self._inside.is_divided:
             tree = self._inside.collectives.broadcast(tree, 0, f"{what} inside")
         return self._send(tree, root, what)
+
+    @collective
+    def broadcast_object(self, value: Any, root: int, what: str) -> Any:
+        """Send the object of the root replica's first rank to all ranks."""
+        if not self._inside.is_divided:
+            inside = self._inside.collectives
+            value = inside.broadcast_object(value, 0, f"{what} inside")
+        return super().broadcast_object(value, root, what)
+
+    def _barrier_of_all(self, what: str = "barrier") -> None:
+        """Wait for the ranks at this position, which then wait for their replicas."""
+        self._wait(what)
+        self._inside.collectives.barrier(what)

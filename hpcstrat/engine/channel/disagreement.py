@@ -129,16 +129,22 @@ def _same_but_for_lengths(announcements: Sequence[Announcement]) -> bool:
 
 
 def only_lengths_differ(announcements: Sequence[Announcement]) -> bool:
-    """Return whether ranks are in the same call, but expect other lengths of arrays."""
+    """Return whether ranks are in the same call, but expect other lengths of arrays.
+
+    Their fingerprints may differ, too; see `only_fingerprints_differ`.
+    """
     lengths = {a.lengths for a in announcements}
-    marks = {a.run_fingerprint for a in announcements}
-    return len(lengths) > 1 == len(marks) and _same_but_for_lengths(announcements)
+    return len(lengths) > 1 and _same_but_for_lengths(announcements)
 
 
 def only_fingerprints_differ(announcements: Sequence[Announcement]) -> bool:
-    """Return whether ranks are in the same call, but with different fingerprints."""
+    """Return whether ranks are in the same call, but with different fingerprints.
+
+    They may expect other lengths of arrays, too.
+    """
     marks = {a.run_fingerprint for a in announcements}
-    return len(marks) > 1 and same_call(announcements)
+    same = same_call(announcements) or only_lengths_differ(announcements)
+    return len(marks) > 1 and same
 
 
 def explain(announcements: Sequence[Announcement]) -> CollectiveError:

@@ -197,7 +197,7 @@ class Failures:
                 with channel.moving(call):
                     error = check.difference(channel.interruptible(self._comm))
                 goes_on = error is None
-        if only_lengths_differ(announcements):
+        if error is None and only_lengths_differ(announcements):
             channel.rings.restart()
             self.told_at = channel.num_calls
             raise LengthsDifferError(call)

@@ -63,6 +63,8 @@ class MirroredCopies:
 
     def __init__(self, channel: Channel, settings: Settings) -> None:
         self._channel = channel
+        # A note for errors, if the ranks of the channel are not replicas.
+        self.note = ""
         self._tolerance = settings.divergence_tolerance or 0.0
         self._rolls = not self._tolerance
         full = settings.divergence == "full"
@@ -183,7 +185,7 @@ class MirroredCopies:
             if comm.bcast(recent):
                 return None
         self._compared_at = now
-        error = compare(comm, copies, 0.0)
+        error = self._compare(comm, copies, 0.0)
         if error is None and not freed:
             get_logger("divergence").info(
                 "copies of mirrored variables differed where run was entered, and were "
@@ -200,9 +202,17 @@ class MirroredCopies:
         self._channel.agree(_COMPARISON)
         with self._channel.moving(_COMPARISON) as comm:
             copies, _ = self._common(comm)
-            error = compare(comm, copies, self._tolerance)
+            error = self._compare(comm, copies, self._tolerance)
         if error is not None:
             raise error
+
+    def _compare(
+        self, comm: Any, copies: list[Copy], tolerance: float
+    ) -> DivergenceError | None:
+        error = compare(comm, copies, tolerance)
+        if error is not None and self.note:
+            error.add_note(self.note)
+        return error
 
     def _common(self, comm: Any) -> tuple[list[Copy], bool]:
         """Return the variables alive on all ranks, and whether some are not.

@@ -181,4 +181,4 @@ def test_wrong_splits_are_errors_on_all_ranks(
     with replicas_of(job.size) as strategy:
         error = outcome(strategy.experimental_distribute_dataset, batches)
         assert isinstance(error, ValueError)
-        assert "found x" in str(error)
+        assert "found 'x'" in str(error)

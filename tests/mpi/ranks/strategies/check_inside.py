@@ -224,6 +224,68 @@ def test_a_call_inside_that_one_rank_leaves_out_is_an_error(job: Any) -> None:
     comm.Free()
 
 
+def test_a_broadcast_sends_the_values_of_the_first_rank_of_a_replica(
+    job: Any, strategies: dict[int, Any]
+) -> None:
+    for strategy in strategies.values():
+        root = strategy.num_replicas_in_sync - 1
+        sent = strategy.broadcast_object({"rank": job.rank}, root)
+        assert sent == {"rank": root * strategy.inside.size}
+        strategy.barrier()
+
+
+def test_logical_devices_of_tf_distribute(job: Any, strategies: dict[int, Any]) -> None:
+    whole = np.arange(7 * 5).reshape(7, 5)
+    for count, strategy in strategies.items():
+        inside = strategy.inside
+        counts = [2, 2] if count == 4 else [1, count]
+        block = strategy.experimental_split_to_logical_devices(whole, counts)
+        row, column = divmod(inside.position, counts[1])
+        rows = slice(row * 7 // counts[0], (row + 1) * 7 // counts[0])
+        columns = slice(column * 5 // counts[1], (column + 1) * 5 // counts[1])
+        np.testing.assert_array_equal(block, whole[rows, columns])
+        first = strategy.experimental_replicate_to_logical_devices(np.float64(job.rank))
+        assert first == job.rank - inside.position
+        kept = strategy.experimental_assign_to_logical_device(whole, count - 1)
+        assert (kept is whole) == (inside.position == count - 1)
+        with pytest.raises(ValueError, match="logical_device_id"):
+            strategy.experimental_assign_to_logical_device(whole, count)
+        if count > 1:
+            with pytest.raises(ValueError, match="dimensions"):
+                strategy.experimental_split_to_logical_devices(whole, [count])
+            with pytest.raises(ValueError, match="blocks"):
+                strategy.experimental_split_to_logical_devices(whole, [1, count + 1])
+
+
+def test_a_barrier_waits_for_all_ranks(
+    job: Any, strategies: dict[int, Any], folder: Any
+) -> None:
+    """The last rank writes a file when all others are about to wait for it."""
+    for count, strategy in strategies.items():
+        written, last = folder / f"written_{count}", job.size - 1
+        if job.rank < last:
+            job.send(None, dest=last, tag=count)
+        else:
+            for rank in range(last):
+                job.recv(source=rank, tag=count)
+            np.linalg.svd(np.ones((300, 300)))
+            written.touch()
+        strategy.barrier()
+        assert written.exists()
+
+
+def test_values_that_must_be_equal_are_compared_inside(divided: Any) -> None:
+    if divided.inside.size == 1:
+        return
+    divided.check_equal({"a": np.ones(2)})
+    error = outcome(divided.check_equal, {"a": np.full(2, divided.inside.position)})
+    assert isinstance(error, hs.CollectiveError), error
+    error = outcome(
+        divided.reduce, "sum", object() if divided.inside.position else 1.0, axis=None
+    )
+    assert isinstance(error, (TypeError, ValueError, hs.ReplicaError)), error
+
+
 def test_mirrored_variables_start_with_the_value_of_rank_0(
     job: Any, strategies: dict[int, Any]
 ) -> None:
@@ -246,6 +308,7 @@ def test_copies_of_a_replica_that_differ_are_found(divided: Any) -> None:
     error = outcome(divided.check_divergence)
     assert isinstance(error, hs.DivergenceError), error
     assert "drifting" in str(error)
+    assert "positions of replica 0" in error.__notes__[0]
     variable.component[5] = 0.0
     divided.check_divergence()
 
