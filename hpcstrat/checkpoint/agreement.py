@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from xxhash import xxh3_64_intdigest
@@ -17,6 +17,7 @@ from hpcstrat.strategies import Strategy, get_strategy
 from hpcstrat.variables import Variable
 
 __all__ = [
+    "among_some_ranks",
     "compare_copies",
     "explained",
     "is_of_group",
@@ -88,13 +89,6 @@ def refuse_torch(name: str, thing: Any) -> None:
 
 def require_one_writer(strategy: Strategy, names: Collection[str]) -> None:
     """Raise RuntimeError if several ranks or workers would write the same files."""
-    if strategy.inside.size > 1:
-        raise NotImplementedError(
-            "expected replicas of one rank for a CheckpointManager, found "
-            f"{strategy.inside.size} ranks per replica, which would all write the same "
-            "files; save variable.numpy() with h5py on the rank with position 0 of "
-            "replica 0"
-        )
     # Ask the launcher for the number of ranks: a strategy of one replica starts no MPI.
     size = launch_from_environment().size
     if not strategy.saves_checkpoints:
@@ -123,33 +117,53 @@ def require_one_writer(strategy: Strategy, names: Collection[str]) -> None:
 def compare_copies(
     strategy: Replicas, variables: Mapping[str, Variable], turn: int | None
 ) -> None:
-    """Compare the copies of mirrored variables; raise DivergenceError on every replica.
+    """Compare the copies of mirrored variables; raise DivergenceError on every rank.
 
-    Collective over the strategy's replicas. See `check_mirrored` for ``turn``.
+    Collective over all ranks. See `check_mirrored` for ``turn``.
     """
-    split = strategy.split
-    if split is None:
+    split, ranks = strategy.split, strategy.all_ranks
+    if split is None and ranks is strategy:
         check_mirrored(strategy, variables, turn)
         return
-    shared = {p: v for p, v in variables.items() if not is_of_group(v)}
-    check_mirrored(strategy, shared, turn)
-    own = {p: v for p, v in variables.items() if is_of_group(v)}
+    # Only some ranks have copies of a group's variables, or of a divided variable's
+    # part: those of the group, or those at the same position of all replicas.
+    own = {p: v for p, v in variables.items() if v.split is not None or is_of_group(v)}
+    shared = {p: v for p, v in variables.items() if p not in own}
+    check_mirrored(ranks, shared, turn)
     error = None
     try:
-        check_mirrored(split.part, own, turn)
+        check_mirrored(strategy if split is None else split.part, own, turn)
     except DivergenceError as exc:
         error = exc
-    found = strategy.collectives.all_gather_object(error, "comparison within groups")
+    found = ranks.collectives.all_gather_object(error, "comparison within groups")
     for each in found:
         if each is not None:
             raise error or each
+
+
+@contextmanager
+def among_some_ranks(strategy: Replicas, what: str) -> Iterator[None]:
+    """A block with calls of a replica's ranks, and of the ranks at one position.
+
+    Collective over all ranks, which enter the block and leave it together: an error of
+    one rank is raised on all ranks. Without replicas of several ranks, calls in the
+    block are calls of all ranks, and nothing is done.
+    """
+    if strategy.all_ranks is strategy:
+        yield
+        return
+    strategy.all_ranks.collectives.barrier(what)
+    # The ranks at the failed rank's position raise, and then the ranks of each replica.
+    inside = strategy.inside.collectives
+    with inside.section(what), strategy.collectives.section(what):
+        yield
 
 
 def require_same_state(collectives: Any, states: Mapping[str, bytes]) -> None:
     """Raise CollectiveError on every replica if an object's plain state differs.
 
     ``states`` has the plain state of each object, as text, by the object's name.
-    Collective over the strategy's replicas, if ``states`` is not empty.
+    Collective over the ranks of ``collectives``, if ``states`` is not empty.
     """
     if not states:
         return
@@ -170,21 +184,22 @@ def require_same_state(collectives: Any, states: Mapping[str, bytes]) -> None:
 
 
 def on_rank_0(strategy: Replicas, what: str, action: Callable[[], Any]) -> Any:
-    """Run ``action`` on replica 0, and return its (pickled) result on every replica.
+    """Run ``action`` on rank 0, and return its (pickled) result on every rank.
 
-    Collective over the strategy's replicas. If the action raises an error, every
-    replica raises a CheckpointError with its text.
+    Collective over all ranks of the strategy. If the action raises an error, every rank
+    raises a CheckpointError with its text.
     """
     # Send an error as its class and text, because some exceptions cannot be pickled.
     outcome: Any = None
-    if strategy.replica_id == 0:
+    ranks = strategy.all_ranks
+    if ranks.rank == 0:
         try:
             outcome = ("", action())
         except CheckpointError as error:
             outcome = (str(error), type(error))
         except Exception as error:
             outcome = (explained(what, error), CheckpointError)
-    text, result = strategy.collectives.broadcast_object(outcome, 0, what)
+    text, result = ranks.collectives.broadcast_object(outcome, 0, what)
     if text:
         raise result(text)
     return result

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, SupportsFloat, overload
 
 from hpcstrat.checkpoint.agreement import (
+    among_some_ranks,
     compare_copies,
     on_rank_0,
     require_one_writer,
@@ -35,7 +36,7 @@ from hpcstrat.checkpoint.keep.retention import (
     checked_metrics,
     newest_path,
 )
-from hpcstrat.checkpoint.objects import Objects
+from hpcstrat.checkpoint.objects import Objects, whole_shape
 from hpcstrat.checkpoint.outcomes import RestoreReport, SaveStatistics
 from hpcstrat.checkpoint.restore.restorer import Restorer
 from hpcstrat.checkpoint.save.pending_save import SaveOptions, checked_bandwidth
@@ -101,12 +102,16 @@ class CheckpointOptions(KeepRules):
 class CheckpointManager:
     """Saves a program's state in a folder, and restores it on any number of replicas.
 
-    Collective over the strategy's replicas, as are the manager's methods.
+    Collective over all ranks of the strategy, as are the manager's methods.
 
     A checkpoint in the folder, whichever job saved it, is kept if at least one of
     ``max_to_keep``, ``keep_every``, ``keep_best`` and ``keep_for`` keeps it. The others
     are removed when a new checkpoint is on the disk. The newest intact checkpoint is
     always kept. Damaged checkpoints are not counted, and not removed.
+
+    If replicas consist of several ranks, a variable with ``split`` is one dataset of
+    its whole shape, which a restore divides as the program's variable is divided. State
+    of a replica is saved once, and must be equal on the replica's ranks.
 
     Parameters
     ----------
@@ -181,15 +186,15 @@ class CheckpointManager:
                 require_one_writer(known.strategy, names)
         except Exception as error:
             # Notify the other ranks by the objects' strategy: the manager has none yet.
-            strategy_of(objects).collectives.fail(_CREATION, error)
+            strategy_of(objects).all_ranks.collectives.fail(_CREATION, error)
             raise
         self.directory = folder.path
         self._objects, self._options, self._folder = known, options, folder
         self._strategy = strategy = known.strategy
-        self.collectives = strategy.collectives
+        self.collectives = strategy.all_ranks.collectives
         # Saves and restores share the buffer, and the list of damaged files.
         retention, memory = Retention(folder.path, options), ImageMemory()
-        self._saver = Saver(strategy, folder, retention, memory)
+        self._saver = Saver(strategy.all_ranks, folder, retention, memory)
         self._restorer = Restorer(strategy, folder.path, known, retention, memory)
         # Error of a save in the background, to be raised by the next `wait`.
         self._pending: CheckpointError | None = None
@@ -339,7 +344,8 @@ class CheckpointManager:
             step = self._newest_step() + 1
         try:
             variables = self._objects.variables()
-            iterators, python = self._objects.states()
+            with among_some_ranks(self._strategy, "state of objects"):
+                iterators, python = self._objects.states()
             name = checkpoint_name(step)
         except Exception as error:
             # Notify the other ranks, which would wait in this method's collectives.
@@ -358,8 +364,9 @@ class CheckpointManager:
         turn = self._turn if asynchronous else None
         self._turn += asynchronous
         compare = partial(compare_copies, self._strategy, variables, turn)
-        values = self._objects.values(variables)
         strategy = self._strategy
+        with among_some_ranks(strategy, "reading of variables for a save"):
+            values = self._objects.values(variables)
         header = Header(
             step,
             strategy.num_replicas_in_sync,
@@ -368,6 +375,7 @@ class CheckpointManager:
             python,
             numbers,
             group_of=() if strategy.split is None else tuple(strategy.split.group_of),
+            ranks_per_replica=strategy.inside.size,
         )
         if strategy.logical:
             header.math_threads = strategy.settings.math_threads or 1
@@ -601,7 +609,7 @@ class CheckpointManager:
     def _nbytes(self) -> int:
         """Return the size in bytes of the variables that exist now."""
         found = self._objects.variables().values()
-        return sum(math.prod(v.shape) * v.dtype.itemsize for v in found)
+        return sum(math.prod(whole_shape(v)) * v.dtype.itemsize for v in found)
 
     def _settle(self) -> None:
         """Finish a background save; keep its error, which the next `wait` raises."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from hpcstrat.checkpoint.agreement import is_of_group, of_all_groups, refuse_torch
+from hpcstrat.checkpoint.file.division import Box
 from hpcstrat.checkpoint.file.plain_state import as_text
 from hpcstrat.checkpoint.file.schema import (
     RESERVED,
@@ -29,7 +32,10 @@ from hpcstrat.variables import (
 )
 from hpcstrat.variables.sharded import read_sharded
 
-__all__ = ["Objects", "pieces_of"]
+__all__ = ["Objects", "own_region", "pieces_of", "whole_shape"]
+
+
+_read_own = partial(read_all, own_rows=True)
 
 
 @runtime_checkable
@@ -267,8 +273,9 @@ class Objects:
     def describe(self, variables: dict[str, Variable]) -> str:
         """Return, as text, the properties of variables that all ranks must share."""
         words = [
-            f"{path} {dtype_name(v.dtype)}{list(v.shape)} {v.synchronization.name} "
-            f"{v.aggregation.name}"
+            f"{path} {dtype_name(v.dtype)}{list(whole_shape(v))} "
+            f"{v.synchronization.name} {v.aggregation.name}"
+            + ("" if v.split is None else f" split={v.split}")
             for path, v in variables.items()
         ]
         return f"{len(words)} variables: {', '.join(words)}"
@@ -276,23 +283,31 @@ class Objects:
     def values(self, variables: dict[str, Variable]) -> dict[str, Any]:
         """Return the value to save of each variable, by path.
 
-        A value is combined over all replicas, or is this replica's row. For a variable
-        on parameter servers, it is an object that fetches pieces later. Collective over
-        the strategy's replicas, if there are SyncOnRead variables.
+        A value is combined over all replicas, or is this replica's row, or this rank's
+        part. For a variable on parameter servers, it is an object that fetches pieces
+        later. Collective over the strategy's replicas, and over the ranks of a replica,
+        if there are SyncOnRead variables.
         """
         values: dict[str, Any] = {}
         # Each call of `read_sharded` or `read_all` needs variables of one strategy.
-        here: dict[tuple[bool, bool], dict[str, Any]] = {}
+        here: dict[tuple[bool, bool, bool], dict[str, Any]] = {}
         for path, variable in variables.items():
             if (pieces := pieces_of(variable)) is not None:
                 values[path] = pieces
                 continue
-            kind = is_of_group(variable), variable.is_sharded
+            divided = variable.split is not None
+            kind = is_of_group(variable), variable.is_sharded, divided
             here.setdefault(kind, {})[path] = variable
-        for (_, is_sharded), some in sorted(here.items(), key=lambda item: item[0]):
-            those = list(some.values())
-            read = read_sharded(those) if is_sharded else read_all(those, own_rows=True)
+        for kind, some in sorted(here.items(), key=lambda item: item[0]):
+            those, (_, is_sharded, divided) = list(some.values()), kind
+            with self.strategy.inside.divided() if divided else nullcontext():
+                read = (read_sharded if is_sharded else _read_own)(those)
             values.update(zip(some, read, strict=True))
+        own = {p: values[p] for p, variable in variables.items() if _is_apart(variable)}
+        if own:
+            # Each rank of a replica writes a part of the replica's row.
+            names = [f"variable {path!r}" for path in own]
+            self.strategy.inside.require_whole("save", list(own.values()), names)
         return {path: values[path] for path in variables}
 
     def entries(
@@ -309,9 +324,12 @@ class Objects:
             rows = (self.strategy.num_replicas_in_sync,) if alone else ()
             if of_group := is_of_group(variable):
                 rows = (self.strategy.split.num_groups,)
+            shape = values[path].shape
+            if variable.split is not None:
+                shape = whole_shape(variable)
             entries[path] = Entry(
                 path,
-                (*rows, *values[path].shape),
+                (*rows, *shape),
                 dtype_name(variable.dtype),
                 "on_read" if on_read else "on_write",
                 variable.aggregation.name.lower(),
@@ -319,6 +337,7 @@ class Objects:
                 apart and not of_group,
                 of_group,
                 gathered,
+                _regions(variable),
             )
         return entries
 
@@ -374,6 +393,29 @@ class Objects:
             there = name in header.python
             if there and (only is None or name in only):
                 thing.load_state_dict(header.python[name])
+
+
+def whole_shape(variable: Variable) -> tuple[int, ...]:
+    """Return the shape of a variable's value, of which a rank may have a part."""
+    divided: Any = variable
+    return variable.shape if variable.split is None else divided.whole_shape
+
+
+def _regions(variable: Variable) -> tuple[Box, ...]:
+    """Return the part of each rank of a replica if they divide a variable, or none."""
+    if variable.split is None:
+        return ()
+    inside, whole = variable.distribute_strategy.inside, whole_shape(variable)
+    return tuple(inside.region(whole, variable.split, p) for p in range(inside.size))
+
+
+def own_region(variable: Variable | None) -> Box | None:
+    """Return this rank's part of a variable's value, or None if it has all of it."""
+    if variable is None or variable.split is None:
+        return None
+    inside = variable.distribute_strategy.inside
+    region: Box = inside.region(whole_shape(variable), variable.split)
+    return region
 
 
 def _is_apart(variable: Variable) -> bool:

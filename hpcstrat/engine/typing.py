@@ -83,6 +83,9 @@ class Replicas(Protocol):
     @property
     def inside(self) -> Any: ...
 
+    @property
+    def all_ranks(self) -> Any: ...
+
     # `Any` instead of `Settings`, whose fields may be None until all ranks have agreed.
     @property
     def settings(self) -> Any: ...

@@ -117,8 +117,12 @@ class Slots:
     ) -> Variable:
         name, strategy = f"{kind}/{variable.name}", variable.distribute_strategy
         on_read = aggregation is not _NONE
+        # Numbers, such as counts of steps, are not divided.
+        split = None if array.shape != variable.shape else variable.split
+        divided: Any = None if split is None else variable
+        each = on_read or sharded
         slot = self._claimed(
-            name, strategy, array, aggregation, each_has=on_read or sharded
+            name, strategy, array, aggregation, each_has=each, divided=divided
         )
         if sharded:
             # Restored state contains all elements, on every rank.
@@ -129,9 +133,15 @@ class Slots:
             finally:
                 pop(token)
         if slot is None:
-            split = None if on_read else variable.split
-            each = on_read
-            slot = _made(name, strategy, array, aggregation, each_has=each, split=split)
+            slot = _made(
+                *(name, strategy, array, aggregation),
+                each_has=on_read,
+                split=None if on_read else split,
+            )
+        if on_read and divided is not None:
+            # Checkpoints have the whole value.
+            part: Any = slot
+            part.split, part.whole_shape = split, divided.whole_shape
         owned = self._owned.get(id(variable))
         if owned is None:
             # A method of this object as callback would keep the object alive.
@@ -157,11 +167,13 @@ class Slots:
         aggregation: VariableAggregation = _NONE,
         *,
         each_has: bool,
+        divided: Any = None,
     ) -> Variable | None:
         """Remove and return the restored state of this name, or return None.
 
         Collective over the strategy's replicas if there is restored state. With
-        ``each_has`` each replica has its own component, under every strategy.
+        ``each_has`` each replica has its own component, under every strategy. The state
+        of a ``divided`` variable is this rank's part of the restored state.
         """
         found = next((n for n in spellings(name) if n in self._waiting), None)
         if found is None:
@@ -170,9 +182,10 @@ class Slots:
             # After the barrier, either all ranks use the restored state or none does.
             strategy.collectives.barrier(f"restored state {name}")
         saved = self._waiting[found]
-        if saved.shape != array.shape:
+        shape = array.shape if divided is None else divided.whole_shape
+        if saved.shape != shape:
             raise ValueError(
-                f"expected a saved value of shape {array.shape} for {name!r}, found "
+                f"expected a saved value of shape {shape} for {name!r}, found "
                 f"{saved.shape}; restore a checkpoint of the same model"
             )
         del self._waiting[found]
@@ -180,11 +193,22 @@ class Slots:
         # Waiting state has a component on each replica. If the state must have another
         # class, its value is copied.
         stays = each_has or type(saved) is _class_of_state(strategy)
-        if same and stays and not is_device(array):
+        if same and stays and not is_device(array) and divided is None:
             return saved
-        value = saved.component.astype(array.dtype, copy=False)
+        value, split = saved.component, None
+        if divided is not None:
+            inside = divided.distribute_strategy.inside
+            # Copy the part, because a view would keep the whole value in memory.
+            value = value[inside.region(shape, divided.split)].copy()
+            split = None if aggregation is not _NONE else divided.split
+        value = value.astype(array.dtype, copy=False)
         value = to_device(value) if is_device(array) else value
-        return _made(name, strategy, value, aggregation, is_own=True, each_has=each_has)
+        return _made(
+            *(name, strategy, value, aggregation),
+            is_own=True,
+            each_has=each_has,
+            split=split,
+        )
 
     def wait(
         self,

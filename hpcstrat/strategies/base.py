@@ -195,6 +195,16 @@ class Strategy(OlderMethods):
         return self.replica_id == 0 == self.inside.position
 
     @property
+    def all_ranks(self) -> Any:
+        """The ranks of all replicas: an object with ``rank`` and ``num_ranks``.
+
+        It also has the ``collectives``, ``topology`` and ``settings`` of these ranks.
+        It is this strategy itself, unless a replica consists of several ranks. For the
+        library's own modules.
+        """
+        return self
+
+    @property
     def collectives(self) -> Any:
         """Object for collective calls of replicas (of ranks in cross-replica context).
 

@@ -22,6 +22,7 @@ from hpcstrat.errors import RankLostError
 from hpcstrat.safety.divergence.copies import MirroredCopies
 from hpcstrat.safety.divergence.step_digests import StepDigests
 from hpcstrat.safety.watchdog import watchdog
+from hpcstrat.strategies.all_ranks import AllRanks
 from hpcstrat.strategies.base import Strategy
 from hpcstrat.strategies.connection import (
     Connection,
@@ -123,9 +124,10 @@ class MpiStrategy(LogicalDevices, Strategy):
         if problem is None:
             problem = _problem(request, cross_device_ops, communication_options)
         self._key, self._everyone = connect(request, problem)
-        # Only with replicas of several ranks: further connections, and the comparison
-        # of copies inside of the replica.
+        # Only with replicas of several ranks: further connections, calls of all ranks,
+        # and the comparison of copies inside of the replica.
         self._inner: ReplicaConnections | None = None
+        self._all_ranks: AllRanks | None = None
         self._copies_inside: MirroredCopies | None = None
         # Other strategies may still use the connection after this strategy is closed.
         self._closed = False
@@ -188,6 +190,10 @@ class MpiStrategy(LogicalDevices, Strategy):
             copies.note = (
                 f"The replicas of this error are positions of replica {replica}."
             )
+        everyone = self._everyone
+        self._all_ranks = AllRanks(
+            Collectives(everyone.channel), everyone.topology, everyone.settings
+        )
         self._inner = inner
         return inner.across
 
@@ -202,6 +208,7 @@ class MpiStrategy(LogicalDevices, Strategy):
         """Leave the connections; collective over all ranks of the strategy."""
         if self._inner is not None:
             self.inside.close()
+            self.all_ranks.collectives.close()
             self._everyone.leave_divided(self.inside.size)
         self._everyone.close(self._key)
 
@@ -272,6 +279,10 @@ class MpiStrategy(LogicalDevices, Strategy):
         """Return the logical replicas of the ranks of this worker."""
         ranks = self.topology.worker_replicas
         return [n for rank in ranks for n in self.replicas.order.block(rank)]
+
+    @property
+    def all_ranks(self) -> Any:
+        return self if self._all_ranks is None else self._all_ranks
 
     @property
     def settings(self) -> Settings:

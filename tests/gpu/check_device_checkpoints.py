@@ -462,7 +462,7 @@ def test_what_one_gpu_cannot_copy_is_an_error_on_all(
     with monkeypatch.context() as patch:
         if job.rank == last:
             patch.setattr(transfers, "_copy", fail)
-        text = f"replica {last} .*IllegalAddress"
+        text = f"rank {last} .*IllegalAddress"
         with pytest.raises(CheckpointError, match=text):
             _save(keeper, asynchronous)
     job.Barrier()
@@ -513,3 +513,23 @@ def test_host_and_device_variables_go_into_one_file(
         assert keeper._saver._downloads is not None
     _same(x, value)
     _same(y, value + 1)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_divided_variables_are_restored(
+    asynchronous: bool, folder: Path, job: Any
+) -> None:
+    value = _value("float32", (5, 1 << 16, 7))
+    with hs.MultiWorkerMirroredStrategy(ranks_per_replica=job.size) as strategy:
+        rows = strategy.inside.part(value.shape[1])
+        with strategy.scope():
+            x = hs.Variable(cupy.asarray(value[:, rows]), split=1, name="x")
+        assert isinstance(x.component, cupy.ndarray)
+        keeper = hs.CheckpointManager(folder, x=x)
+        path = keeper.save(1, asynchronous=asynchronous)
+        x.component[...] = 0
+        keeper.wait()
+        with h5py.File(path, "r", locking=False) as file:
+            assert file["variables/x"][()].tobytes() == value.tobytes()
+        keeper.restore()
+        _same(x, value[:, rows])

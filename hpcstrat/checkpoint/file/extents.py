@@ -1,4 +1,4 @@
-"""Layout of a checkpoint: the offset of each value, and the replica that writes it.
+"""Layout of a checkpoint: the offset of each value, and the rank that writes it.
 
 The layout depends only on names, shapes and types. A file consists of the prefix
 (HDF5's structures and the table of hashes), the data blocks, and the commit record::
@@ -13,6 +13,8 @@ import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+from hpcstrat.checkpoint.file.division import Division
 
 __all__ = [
     "RECORD_BYTES",
@@ -30,32 +32,25 @@ RECORD_BYTES = 4096
 
 _LEAST_BLOCK_BYTES = 1 << 20
 _MOST_BLOCK_BYTES = 16 << 20
-# With 8 blocks, each thread of a replica has several, and replicas' loads are similar.
-_BLOCKS_PER_REPLICA = 8
+# With 8 blocks, each thread of a rank has several, and the ranks' loads are similar.
+_BLOCKS_PER_RANK = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
     """The offset and size, in bytes, of the values of a dataset that is not empty.
 
-    ``num_rows`` is 0 if every replica has all values. If not, each replica has only its
-    own row of the dataset, or, if ``by_group``, the row of its group.
+    ``division`` is None if every rank has all values. If not, each rank has a part.
     """
 
     path: str
     offset: int
     nbytes: int
-    num_rows: int = 0
-    by_group: bool = False
+    division: Division | None = None
 
     @property
     def stop(self) -> int:
         return self.offset + self.nbytes
-
-    @property
-    def row_bytes(self) -> int:
-        """Size of a row in bytes, if ``num_rows`` is not 0."""
-        return self.nbytes // self.num_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +68,7 @@ class FileLayout:
 
     The data begin at ``data_start``, after the table of hashes, and end at
     ``data_end``, where the commit record begins. Both offsets are multiples of a page.
-    The last block may be shorter. ``extents`` is sorted by offset. ``group_of`` has the
-    group number of each replica that saves, if replicas form groups.
+    The last block may be shorter. ``extents`` is sorted by offset.
     """
 
     table_start: int
@@ -82,7 +76,6 @@ class FileLayout:
     data_end: int
     block_bytes: int
     extents: tuple[Extent, ...] = ()
-    group_of: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -93,34 +86,48 @@ class FileLayout:
         return -(-(self.data_end - self.data_start) // self.block_bytes)
 
     @cached_property
-    def has_rows(self) -> bool:
-        """Return whether some dataset has rows that only some replicas have."""
-        return any(extent.num_rows for extent in self.extents)
+    def divided(self) -> tuple[Extent, ...]:
+        """The datasets of which ranks have only parts."""
+        return tuple(e for e in self.extents if e.division is not None)
 
-    def row_of(self, extent: Extent, replica: int) -> int:
-        """Return the number of a replica's row in an extent with rows."""
-        return self.group_of[replica] if extent.by_group else replica
-
-    def holders(self, extent: Extent, row: int) -> list[int]:
-        """Return the replicas that have a row; the first sends it to other writers."""
-        if not extent.by_group:
-            return [row]
-        return [r for r, group in enumerate(self.group_of) if group == row]
-
-    # Cache for `parts`: many saves use the same layout and number of replicas.
+    # Cache for `parts`: many saves use the same layout and number of ranks.
     @cached_property
     def _parts(self) -> dict[int, tuple[Sequence[int], ...]]:
         return {}
 
     def parts(self, size: int) -> tuple[Sequence[int], ...]:
-        """Return, for each of ``size`` replicas, the blocks that it writes, ascending.
+        """Return, for each of ``size`` ranks, the blocks that it writes, ascending.
 
-        If a row fills more than half of a block, a replica that has the row writes the
-        block. The other blocks are divided so that all replicas write equally many.
+        If a part of a dataset is one range of bytes that fills more than half of a
+        block, a rank that has the part writes the block. The other blocks are divided
+        so that all ranks write equally many.
         """
         if size not in self._parts:
             self._parts[size] = _deal(self, size)
         return self._parts[size]
+
+    # Cache for `mixed_blocks`.
+    @cached_property
+    def _mixed(self) -> dict[int, tuple[list[int], ...]]:
+        return {}
+
+    def mixed_blocks(self, size: int) -> tuple[list[int], ...]:
+        """Return, for each of ``size`` ranks, its blocks with bytes that it lacks."""
+        if size not in self._mixed:
+            parts = self.parts(size)
+            owners = {block: rank for rank, own in enumerate(parts) for block in own}
+            mixed: list[set[int]] = [set() for _ in parts]
+            for extent in self.divided:
+                division, begin = extent.division, extent.offset
+                assert division is not None
+                for block in self.blocks_of(begin, extent.stop):
+                    start, stop = self.span(block)
+                    span = max(start, begin) - begin, min(stop, extent.stop) - begin
+                    own = division.part_of[owners[block]]
+                    if any(part != own for part in division.parts_in(*span)):
+                        mixed[owners[block]].add(block)
+            self._mixed[size] = tuple(map(sorted, mixed))
+        return self._mixed[size]
 
     def span(self, block: int) -> tuple[int, int]:
         """Return the start and end offset of a block, which are multiples of a page."""
@@ -153,12 +160,12 @@ class FileLayout:
             )
 
 
-def choose_block_bytes(nbytes: int, num_replicas: int) -> int:
-    """Return a block size for which all replicas write nearly equal numbers of bytes.
+def choose_block_bytes(nbytes: int, num_ranks: int) -> int:
+    """Return a block size for which all ranks write nearly equal numbers of bytes.
 
     The size is a power of two from 1 MiB (a usual stripe of file systems) to 16 MiB.
     """
-    wanted = nbytes // (_BLOCKS_PER_REPLICA * num_replicas)
+    wanted = nbytes // (_BLOCKS_PER_RANK * num_ranks)
     power = 1 << max(wanted, 1).bit_length() - 1
     return min(max(power, _LEAST_BLOCK_BYTES), _MOST_BLOCK_BYTES)
 
@@ -177,9 +184,9 @@ def part_of(count: int, rank: int, size: int) -> range:
 
 
 def _deal(plan: FileLayout, size: int) -> tuple[Sequence[int], ...]:
-    if not plan.has_rows:
+    if not plan.divided:
         return tuple(part_of(plan.num_blocks, rank, size) for rank in range(size))
-    owners = _row_owners(plan)
+    owners = _part_owners(plan)
     parts: list[list[int]] = [[] for _ in range(size)]
     for block, rank in owners.items():
         parts[rank].append(block)
@@ -192,21 +199,22 @@ def _deal(plan: FileLayout, size: int) -> tuple[Sequence[int], ...]:
     return tuple(parts)
 
 
-def _row_owners(plan: FileLayout) -> dict[int, int]:
-    """Return the writing replica of each block that one row fills by more than half."""
+def _part_owners(plan: FileLayout) -> dict[int, int]:
+    """Return the writing rank of each block that one part fills by more than half."""
     owners = {}
-    for extent in plan.extents:
-        # A smaller row fills at most half of a block, which any replica may then write.
-        if not extent.num_rows or 2 * extent.row_bytes <= plan.block_bytes:
-            continue
-        for row in range(extent.num_rows):
-            start = extent.offset + row * extent.row_bytes
-            stop = start + extent.row_bytes
-            holders, blocks = plan.holders(extent, row), plan.blocks_of(start, stop)
+    for extent in plan.divided:
+        assert extent.division is not None
+        for part, holders in extent.division.holders.items():
+            run = extent.division.run(part)
+            # A smaller part fills at most half of a block, which any rank may write.
+            if run is None or 2 * (run[1] - run[0]) <= plan.block_bytes:
+                continue
+            start, stop = extent.offset + run[0], extent.offset + run[1]
+            blocks = plan.blocks_of(start, stop)
             for index, block in enumerate(blocks):
                 low, high = plan.span(block)
                 if 2 * (min(stop, high) - max(start, low)) > plan.block_bytes:
-                    # Each replica that has the row writes adjacent blocks of the row.
+                    # Each rank that has the part writes adjacent blocks of the part.
                     owners[block] = holders[index * len(holders) // len(blocks)]
     return owners
 

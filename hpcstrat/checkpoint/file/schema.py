@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.checkpoint.disk import PAGE_BYTES
+from hpcstrat.checkpoint.file.division import Box
 from hpcstrat.checkpoint.file.extents import Extent
 from hpcstrat.engine.arrays.casting import FIRST_FOREIGN_TYPE
 
@@ -79,7 +80,8 @@ class Entry:
     ``dtype`` is NumPy's name of the variable's type; the stored type may differ. If
     ``per_replica`` (for aggregation ``none``, or logical replicas), the first axis has
     a row for each replica; if ``per_group``, a row for each group. If ``gathered``,
-    each rank that saves has the rows of all replicas.
+    each rank that saves has the rows of all replicas. ``regions`` (only in a save, and
+    if the ranks of a replica divide the value) has the part of each of these ranks.
     """
 
     path: str
@@ -91,6 +93,7 @@ class Entry:
     per_replica: bool = False
     per_group: bool = False
     gathered: bool = False
+    regions: tuple[Box, ...] = ()
 
     @property
     def has_rows(self) -> bool:
@@ -106,7 +109,8 @@ class Header:
     `section_of` distinguishes. ``python`` has plain states: in a save, as texts of
     `as_text`; after reading, as Python objects. ``created_unix_ns`` is the time when
     the save began. ``group_of`` (only in a save, and if there are groups) has the group
-    of each replica. ``math_threads`` is 0 without logical replicas.
+    of each replica. ``ranks_per_replica`` is known only in a save. ``math_threads`` is
+    0 without logical replicas.
     """
 
     step: int
@@ -118,6 +122,12 @@ class Header:
     created_unix_ns: int = 0
     group_of: tuple[int, ...] = ()
     math_threads: int = 0
+    ranks_per_replica: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks that save, if each has one replica or a part of one."""
+        return self.num_replicas * self.ranks_per_replica
 
 
 def checkpoint_name(step: int) -> str:

@@ -11,7 +11,7 @@ import math
 import os
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import h5py
@@ -21,6 +21,12 @@ from h5py import h5a, h5d, h5f, h5g, h5o, h5p, h5s, h5t
 from hpcstrat._version import __version__
 from hpcstrat.checkpoint.disk import PAGE_BYTES
 from hpcstrat.checkpoint.file.commit_record import ALGORITHM
+from hpcstrat.checkpoint.file.division import (
+    Box,
+    Division,
+    of_regions,
+    of_rows,
+)
 from hpcstrat.checkpoint.file.extents import (
     RECORD_BYTES,
     Extent,
@@ -240,7 +246,11 @@ def _key(header: Header, python: Mapping[str, bytes]) -> Any:
         (e.path, e.shape, e.dtype, e.synchronization, e.aggregation, e.trainable)
         for e in header.entries.values()
     )
-    rows = tuple((e.path, e.per_group) for e in header.entries.values() if e.has_rows)
+    parts = tuple(
+        (e.path, e.per_group, tuple(map(_ends, e.regions)))
+        for e in header.entries.values()
+        if e.has_rows or e.regions
+    )
     states = tuple(
         (name, section_of(state), tuple((k, _kind(v)) for k, v in state.items()))
         for name, state in header.iterators.items()
@@ -249,10 +259,16 @@ def _key(header: Header, python: Mapping[str, bytes]) -> Any:
     metrics = tuple(header.metrics)
     # The key includes these attributes, because `prefix` cannot change them.
     about = (
-        *(header.num_replicas, header.group_of, header.math_threads),
+        *(header.num_replicas, header.ranks_per_replica),
+        *(header.group_of, header.math_threads),
         *(_job(), _version(header, python)),
     )
-    return about, entries, rows, states, sizes, metrics
+    return about, entries, parts, states, sizes, metrics
+
+
+def _ends(region: Box) -> tuple[tuple[int, int], ...]:
+    # Slices cannot be hashed before Python 3.12.
+    return tuple((own.start, own.stop) for own in region)
 
 
 def _version(header: Header, python: Mapping[str, bytes]) -> int:
@@ -312,7 +328,7 @@ def _make(
     """Return the layout and prefix that HDF5 makes; None if ``room`` is too small."""
     datasets = _datasets(header, python)
     most = sum(_pages(math.prod(s) * d.itemsize) for _, s, d in datasets)
-    block_bytes = choose_block_bytes(most, header.num_replicas)
+    block_bytes = choose_block_bytes(most, header.num_ranks)
     blocks = most // block_bytes + 2
     # Round the table of hashes up to pages, so that the data begin on a page. The table
     # is for ``blocks`` at most: the values, which follow it, have no offsets yet.
@@ -340,7 +356,6 @@ def _make(
                 data_end=data_end or 0,
                 block_bytes=block_bytes,
                 extents=tuple(sorted(extents.values(), key=lambda each: each.offset)),
-                group_of=header.group_of,
             )
             _describe(maker, header, plan, _version(header, python))
         finally:
@@ -376,12 +391,23 @@ def _place(
         if offset is None:
             continue
         nbytes = math.prod(shape) * dtype.itemsize
-        extent = Extent(path, offset, nbytes)
-        if entry is not None and entry.has_rows and not entry.gathered:
-            rows = shape[0] if entry.per_group else header.num_replicas
-            extent = Extent(path, offset, nbytes, rows, entry.per_group)
-        extents[path] = extent
+        division = None if entry is None else _division(entry, dtype.itemsize, header)
+        extents[path] = Extent(path, offset, nbytes, division)
     return extents
+
+
+def _division(entry: Entry, itemsize: int, header: Header) -> Division | None:
+    """Return how the ranks that save divide a dataset; None if each has all of it."""
+    if entry.regions:
+        return of_regions(entry.shape, itemsize, entry.regions, header.num_ranks)
+    if not entry.has_rows or entry.gathered:
+        return None
+    row_of: Sequence[int] = range(header.num_replicas)
+    if entry.per_group:
+        row_of = header.group_of
+    elif (count := header.ranks_per_replica) > 1:
+        row_of = tuple(rank // count for rank in range(header.num_ranks))
+    return of_rows(entry.shape, itemsize, row_of)
 
 
 def _check(plan: FileLayout, words: int, size: int) -> None:

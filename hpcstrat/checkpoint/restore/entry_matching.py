@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.checkpoint.agreement import is_of_group
+from hpcstrat.checkpoint.file.division import Box, Division, of_regions
 from hpcstrat.checkpoint.file.extents import Extent
 from hpcstrat.checkpoint.file.image import Elsewhere, is_elsewhere
 from hpcstrat.checkpoint.file.schema import (
@@ -21,7 +23,7 @@ from hpcstrat.checkpoint.file.schema import (
     saved_dtype,
     section_of,
 )
-from hpcstrat.checkpoint.objects import Objects, pieces_of
+from hpcstrat.checkpoint.objects import Objects, own_region, pieces_of, whole_shape
 from hpcstrat.engine.arrays.casting import (
     assign,
     call_without_fp_warnings,
@@ -68,8 +70,20 @@ class Match:
     # Rule for rows that were saved by another number of replicas than there is now.
     per_replica: str = "error"
 
+    @property
+    def own(self) -> Box | None:
+        """This rank's part of the saved value, if it does not need all of it."""
+        return None if self.entry.has_rows else own_region(self.variable)
+
+    def assign_whole(self, value: Array, strategy: Replicas) -> None:
+        """Copy the saved value, or this rank's part of it, to the variable."""
+        own = self.own
+        self.assign(value if own is None else value[own], strategy)
+
     def assign(self, value: Array, strategy: Replicas) -> None:
-        """Copy the saved value to this rank's components of the variable."""
+        """Copy the saved value to this rank's components of the variable.
+
+        The value of a divided variable is only this rank's part."""
         if not self.entry.has_rows:
             self._place(value, strategy)
         elif self._has_components:
@@ -98,7 +112,8 @@ class Match:
             return
         rule = rule_of(self.entry.aggregation)
         assert rule is not None
-        self._place(rule.combine_saved(value), strategy)
+        total, own = rule.combine_saved(value), own_region(variable)
+        self._place(total if own is None else total[own], strategy)
 
     def assign_row(self, row: Array, strategy: Replicas, index: int = 0) -> None:
         """Copy a saved row to the component with this index on this rank."""
@@ -110,12 +125,13 @@ class Match:
         self._place(row, strategy.split.part if self.entry.per_group else strategy)
 
     def _place(self, value: Array, strategy: Replicas) -> None:
-        """Copy a value, or this rank's part of it, to this rank's components."""
+        """Copy a value to this rank's components, or to each its share of the value."""
         variable = self.variable
         if variable is None:
             self.owner.checkpoint_defer(self.name, value, strategy)
             return
-        if value.dtype != variable.dtype and strategy.replica_id == 0:
+        tells = strategy.replica_id == 0 if self.own else strategy.writes
+        if value.dtype != variable.dtype and tells:
             _tell_losses(self.entry.path, value, variable.dtype)
         if variable.is_remote:
             variable.assign(rounded(value, variable.dtype))
@@ -349,8 +365,8 @@ def _misfit(entry: Entry, variable: Variable, allow_cast: bool) -> str:
         if entry.aggregation == "none" and not apart:
             return "has a value for each replica, but the variable needs one value"
         shape = shape[1:]
-    if shape != variable.shape:
-        return f"has shape {shape}, not {variable.shape}"
+    if shape != (wanted := whole_shape(variable)):
+        return f"has shape {shape}, not {wanted}"
     if entry.dtype != dtype_name(variable.dtype) and not allow_cast:
         return f"has dtype {entry.dtype}, not {variable.dtype} (pass allow_cast=True)"
     return ""
@@ -361,6 +377,7 @@ class Sink:
 
     If ``live`` (the variable's memory) is given, bytes are copied directly to it. If
     not, they are collected in a buffer, whose value is assigned when it is complete.
+    Of a divided variable's bytes, only those of this rank's part are copied.
     """
 
     def __init__(
@@ -369,9 +386,22 @@ class Sink:
         self.match, self.extent = match, extent
         self.on_device = is_device(live)
         self.elsewhere = live if is_elsewhere(live) else None
-        self._live = None if is_elsewhere(live) else live
+        self._live: Any = None if is_elsewhere(live) else live
         self._collected: Array | None = None
         self._left = extent.nbytes
+        self._division: Division | None = None
+        # The shape of the bytes to collect.
+        self._shape: tuple[int, ...] = (extent.nbytes,)
+        if (own := match.own) is not None:
+            shape = match.entry.shape
+            itemsize = extent.nbytes // math.prod(shape)
+            self._division = of_regions(shape, itemsize, [own], 1)
+            self._shape = (*(each.stop - each.start for each in own), itemsize)
+
+    @property
+    def is_divided(self) -> bool:
+        """True if this rank needs only a part of the bytes."""
+        return self._division is not None
 
     def put(
         self,
@@ -390,29 +420,41 @@ class Sink:
             return
         if self._live is None and self._collected is None:
             # Allocate only now, so that few values have buffers at the same time.
-            self._collected = np.empty(self.extent.nbytes, np.uint8)
+            self._collected = np.empty(self._shape, np.uint8)
         target = self._collected if self._live is None else self._live
         assert target is not None
-        part = target[place : place + data.size]
-        if self.on_device:
+        if self._division is not None:
+            self._put_part(self._division, target.reshape(self._shape), place, data)
+        elif self.on_device:
             assert uploads is not None
-            uploads.put(data, part)
+            uploads.put(data, target[place : place + data.size])
         else:
-            part[:] = data
+            target[place : place + data.size] = data
         self._left -= data.size
-        if self._left == 0 and self._live is None:
-            self.match.assign(value_of(self.match, self._collected), strategy)
+        if self._left == 0 and self._collected is not None:
+            shape = None if self._division is None else self._shape[:-1]
+            value = value_of(self.match, self._collected.reshape(-1), shape)
+            self.match.assign(value, strategy)
             self._collected = None
 
+    @staticmethod
+    def _put_part(division: Division, target: Array, place: int, data: Array) -> None:
+        """Copy the bytes of this rank's part from ``data``, which begins at a place."""
+        own = division.part_of[0]
+        for overlap in division.overlaps(own, place, place + data.size):
+            there = data[overlap.place].reshape(overlap.shape)[overlap.there]
+            target[overlap.here] = there
 
-def value_of(match: Match, data: Array | None, rows: bool = False) -> Array:
-    """Return saved bytes as an array: the value, or, if ``rows``, one row of it."""
+
+def value_of(
+    match: Match, data: Array | None, shape: tuple[int, ...] | None = None
+) -> Array:
+    """Return saved bytes as an array; ``shape`` is that of a row or another part."""
     dtype = named_dtype(match.entry.dtype)
     stored = saved_dtype(dtype)
     raw = np.empty(0, np.uint8) if data is None else data
     native = raw.view(stored).astype(stored.newbyteorder("="), copy=False)
-    shape = match.entry.shape
-    return native.view(dtype).reshape(shape[1:] if rows else shape)
+    return native.view(dtype).reshape(match.entry.shape if shape is None else shape)
 
 
 def live_bytes(match: Match) -> Array | Elsewhere | None:
@@ -429,5 +471,6 @@ def live_bytes(match: Match) -> Array | Elsewhere | None:
         dtype_name(component.dtype) == match.entry.dtype
         and component.dtype.isnative
         and component.flags.c_contiguous
+        and not (match.own is not None and is_device(component))
     )
     return component.reshape(-1).view(np.uint8) if fits else None

@@ -51,13 +51,13 @@ class BlockDeal:
     numbered by column, then by worker.
     """
 
-    def __init__(self, blocks: list[int], most_kept: int, strategy: Replicas) -> None:
+    def __init__(self, blocks: list[int], most_kept: int, ranks: Replicas) -> None:
         self._blocks = blocks
         self.most_kept = most_kept
-        self.size = strategy.num_ranks
+        self.size = ranks.num_ranks
         self.column, self.columns, self._worker, self._workers = 0, 1, 0, 1
         if self.size > 1:
-            topology = strategy.topology
+            topology = ranks.topology
             self.column = topology.worker_comm.rank
             # Each column needs a replica on each worker.
             self.columns = topology.smallest_worker
@@ -156,7 +156,8 @@ class Shared:
 
 # A replica keeps blocks of up to this total size, and reads its other blocks twice.
 _KEPT_BYTES = 1 << 30
-# The limit if values are for parameter servers: they may not fit in this rank's memory.
+# The limit if values are for parameter servers, or if the ranks of a replica divide
+# them: they may not fit in this rank's memory.
 _KEPT_ON_THE_WAY_BYTES = 64 << 20
 
 
@@ -176,16 +177,16 @@ def restore_values(
         return _restore_unchecked(file, matches, strategy)
     parallel = _ParallelRead(file, matches, strategy, memory)
     try:
-        seconds = _read_together(strategy, file.path, parallel.read)
+        seconds = _read_together(strategy.all_ranks, file.path, parallel.read)
         return parallel.give_out(), seconds
     finally:
         parallel.close()
 
 
-def _read_together(strategy: Replicas, path: str, read: Callable[[], None]) -> float:
-    """Call ``read`` on all replicas; return its seconds on this replica.
+def _read_together(ranks: Replicas, path: str, read: Callable[[], None]) -> float:
+    """Call ``read`` on all ranks; return its seconds on this rank.
 
-    Collective over the strategy's replicas. If it fails on one, every replica raises.
+    Collective over ``ranks``. If it fails on one, every rank raises.
     """
     error: Exception | None = None
     began = time.perf_counter()
@@ -196,7 +197,7 @@ def _read_together(strategy: Replicas, path: str, read: Callable[[], None]) -> f
     except Exception as problem:
         error = _unreadable(path, problem)
     seconds = time.perf_counter() - began
-    _raise_together(strategy, error, path)
+    _raise_together(ranks, error, path)
     return seconds
 
 
@@ -211,10 +212,10 @@ def _unreadable(path: str, problem: Exception) -> CheckpointError:
     return CheckpointError(f"{found}; the file may be intact: {advice}, and try again")
 
 
-def _raise_together(strategy: Replicas, error: Exception | None, path: str) -> None:
+def _raise_together(ranks: Replicas, error: Exception | None, path: str) -> None:
     # Send an error as its class and text, because some errors cannot be pickled.
     mine = error and (type(error), str(error))
-    found = strategy.collectives.all_gather_object(mine, f"verdict on {path}")
+    found = ranks.collectives.all_gather_object(mine, f"verdict on {path}")
     bad = sorted(filter(None, found), key=lambda each: each[0] is CheckpointError)
     if bad:
         # All replicas raise the same error. Prefer the error of a damaged file.
@@ -229,10 +230,12 @@ def _restore_unchecked(
     wanted = {m.entry.path: named_dtype(m.entry.dtype) for m in matches}
     values: dict[str, Array] = {}
     seconds = _read_together(
-        strategy, file.path, lambda: values.update(read_values(file.path, wanted))
+        strategy.all_ranks,
+        file.path,
+        lambda: values.update(read_values(file.path, wanted)),
     )
     for match in matches:
-        match.assign(values[match.entry.path], strategy)
+        match.assign_whole(values[match.entry.path], strategy)
     return sum(value.nbytes for value in values.values()), seconds
 
 
@@ -248,6 +251,7 @@ class _ParallelRead:
     ) -> None:
         assert file.vouched is not None
         self._file, self._strategy, self._memory = file, strategy, memory
+        self._ranks = strategy.all_ranks
         self._vouched = file.vouched
         self._plan = file.vouched.plan
         self._sinks: list[Sink] = []
@@ -265,10 +269,10 @@ class _ParallelRead:
             for sink in self._sinks
             for block in self._plan.blocks_of(sink.extent.offset, sink.extent.stop)
         }
-        passes = any(sink.elsewhere is not None for sink in self._sinks)
+        passes = any(s.elsewhere is not None or s.is_divided for s in self._sinks)
         kept_bytes = _KEPT_ON_THE_WAY_BYTES if passes else _KEPT_BYTES
         most_kept = max(1, kept_bytes // self._plan.block_bytes)
-        self._deal = BlockDeal(sorted(needed), most_kept, strategy)
+        self._deal = BlockDeal(sorted(needed), most_kept, self._ranks)
         self._own = self._deal.own
         self._kept: dict[int, Array] = {}
         # `read` sets the following attributes.
@@ -376,7 +380,7 @@ class _ParallelRead:
             low, high = max(begin, extent.offset), min(end, extent.stop)
             place = slice(low - extent.offset, high - extent.offset)
             found[place] = data[low - begin : high - begin]
-        return value_of(match, found, rows=True)
+        return value_of(match, found, match.entry.shape[1:])
 
     def give_out(self) -> int:
         """Send all blocks to all replicas, and copy the values to the variables.
@@ -385,7 +389,7 @@ class _ParallelRead:
         """
         what = f"values of {self._file.path}"
         # All replicas have checked their parts: from here on, variables change.
-        self._strategy.collectives.barrier(what)
+        self._ranks.collectives.barrier(what)
         shared: Shared | None = None
         try:
             for group in self._deal.rounds():
@@ -395,9 +399,9 @@ class _ParallelRead:
                     block = group[0][0]
                     self._put(parts[0], self._kept[block], self._plan.span(block)[0])
                     continue
-                with self._strategy.collectives.moving(what):
+                with self._ranks.collectives.moving(what):
                     if shared is None:
-                        shared = Shared(self._strategy.collectives.channel)
+                        shared = Shared(self._ranks.collectives.channel)
                     self._share(shared, group, parts)
         except BaseException:
             if shared is not None:
@@ -412,7 +416,7 @@ class _ParallelRead:
         for match, row in self._row_values:
             match.assign_row(row, self._strategy)
         for match in self._empty:
-            match.assign(value_of(match, None), self._strategy)
+            match.assign_whole(value_of(match, None), self._strategy)
         return self._nbytes
 
     def _share(
@@ -470,7 +474,7 @@ class _ParallelRead:
                         f"{problem} (some variables already have restored values, "
                         "others still have their old values)"
                     )
-        _raise_together(self._strategy, error, self._file.path)
+        _raise_together(self._ranks, error, self._file.path)
 
     def close(self) -> None:
         self._kept.clear()

@@ -37,7 +37,8 @@ class Restorer:
         memory: ImageMemory,
     ) -> None:
         self._strategy = strategy
-        self._collectives = strategy.collectives
+        self._ranks = strategy.all_ranks
+        self._collectives = self._ranks.collectives
         self._objects = objects
         self._retention, self._memory = retention, memory
         self.directory = directory
@@ -49,7 +50,7 @@ class Restorer:
     ) -> int | None:
         """Restore the checkpoint at ``path``, or the newest one; return its step.
 
-        Collective over the strategy's replicas. Returns None if there is no checkpoint.
+        Collective over all ranks. Returns None if there is no checkpoint.
         ``rename`` maps saved paths to the program's; ``rules`` are arguments of
         `match_entries`. Raises CheckpointError on every rank before variables change.
         """
@@ -68,7 +69,7 @@ class Restorer:
                 return None
             try:
                 step = self._load(file, began, passed_over, rename, rules)
-                if path is None and self._strategy.replica_id == 0:
+                if path is None and self._ranks.rank == 0:
                     newest_checkpoint.tell(file.path)
                 return step
             except CorruptCheckpointError as error:
@@ -77,19 +78,19 @@ class Restorer:
                 self._distrust([file.path])
                 if path is not None:
                     raise
-                if self._strategy.replica_id == 0:
+                if self._ranks.rank == 0:
                     warn(error)
                 passed_over = [*passed_over, file.path]
 
     def _distrust(self, paths: list[str]) -> None:
-        if self._strategy.replica_id == 0:
+        if self._ranks.rank == 0:
             self._retention.distrust(paths)
 
     def _look_at_threads(self, header: Header) -> None:
         """Log a warning if ``math_threads`` differs from that of the saving run."""
         saved, strategy = header.math_threads, self._strategy
         now = strategy.settings.math_threads if strategy.logical else saved
-        if saved and now != saved and strategy.rank == 0:
+        if saved and now != saved and self._ranks.rank == 0:
             get_logger("checkpoint").warning(
                 "restored step %d of a run with math_threads=%d into a run with %s, "
                 "whose results have other bits; set HPCSTRAT_MATH_THREADS=%d for the "

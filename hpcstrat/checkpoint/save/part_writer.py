@@ -1,10 +1,10 @@
-"""One replica's part of a save: threads copy, hash and write its blocks.
+"""One rank's part of a save: threads copy, hash and write its blocks.
 
 Threads hash and write blocks without Python's global lock, and make no MPI calls. In a
-synchronous save, the threads also copy the blocks; but if values are on parameter
-servers, the caller of `start` copies one block after the other. In an asynchronous
-save, the caller copies all blocks before `start` returns; for values on a GPU, it only
-starts the copies, and the threads wait for them.
+synchronous save, the threads also copy the blocks; but the caller of `start` copies,
+one after the other, blocks with values on parameter servers, or with bytes that other
+ranks send. In an asynchronous save, the caller copies all blocks before `start`
+returns; for values on a GPU, it only starts the copies, and the threads wait for them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
@@ -38,7 +38,7 @@ RING_SLOTS = 4
 
 
 class PartWriter:
-    """Writes this replica's blocks to an existing file.
+    """Writes this rank's blocks to an existing file.
 
     ``image`` has a place for each block if all blocks are copied ahead, or else
     `RING_SLOTS` places. The last thread calls ``then`` at its end. Writes of blocks
@@ -81,61 +81,92 @@ class PartWriter:
         self._values: Mapping[str, Source] = {}
         self._ahead = False
         # Items: the index of a block, and the place of its copy, or None if the thread
-        # must copy the block. A thread ends when it gets an item that is None.
+        # must copy the block to a free place. A thread ends when it gets None.
         self._todo: SimpleQueue[tuple[int, int | None] | None] = SimpleQueue()
         self._free: SimpleQueue[int] = SimpleQueue()
+        for slot in range(RING_SLOTS):
+            self._free.put(slot)
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._left = 0
         self._began = 0.0
 
-    def start(self, values: Mapping[str, Source], *, ahead: bool) -> None:
+    def start(
+        self,
+        values: Mapping[str, Source],
+        *,
+        ahead: bool,
+        rounds: Iterable[Sequence[int]] | None = None,
+    ) -> None:
         """Start threads that write all blocks.
 
         If ``ahead``, all blocks are copied first, and the program may change values
         after the return (values on a GPU: by later work in its current stream).
-        Otherwise the program may change values only after `join`.
+        Otherwise the program may change values only after `join`. ``rounds`` yields
+        blocks that the caller's thread must copy before the next round. All ranks make
+        all rounds, even after an error.
         """
-        self._ahead = ahead
+        self._ahead, self._values = ahead, values
         asks = any(map(is_elsewhere, values.values()))
+        if asks and not ahead:
+            rounds = [self.blocks]
+        with self._telling():
+            if self.blocks:
+                self._file = open_to_write(self.path, self._direct)
         try:
-            with self._telling():
-                if self.blocks:
-                    self._file = open_to_write(self.path, self._direct)
-                if ahead:
-                    with self._timed("copy"):
-                        self._copy_all(values, asks)
+            if ahead:
+                with self._timed("copy"):
+                    self._copy_all(rounds or (), asks)
         finally:
-            # Drop values that are copied already, so that their memory can be freed.
-            self._values = {} if ahead else values
-            feeds = asks and not ahead and self.error is None
-            wanted = NUM_THREADS if ahead or feeds else RING_SLOTS
+            if ahead:
+                # Drop copied values, so that their memory can be freed.
+                self._values = {}
+            feeds = rounds is not None and not ahead
+            wanted = NUM_THREADS if ahead or asks else RING_SLOTS
             if not feeds:
                 # Fill the queue first, or an interrupt could leave threads that wait.
-                for index in range(len(self.blocks)):
-                    self._todo.put((index, index if ahead else None))
-                for _ in range(wanted):
-                    self._todo.put(None)
+                self._enqueue(range(len(self.blocks)), wanted)
             try:
                 self._start_threads(wanted)
+            except BaseException:
                 if feeds:
-                    self._feed()
-            finally:
-                if feeds:
-                    for _ in range(wanted):
-                        self._todo.put(None)
+                    self._enqueue((), wanted)
+                raise
+        if feeds:
+            assert rounds is not None
+            self._feed(rounds, wanted)
 
-    def _feed(self) -> None:
-        """Copy all blocks in the caller's thread, each to the next free place."""
-        for slot in range(RING_SLOTS):
-            self._free.put(slot)
-        with self._telling():
-            for index, block in enumerate(self.blocks):
+    def _enqueue(self, indices: Iterable[int], num_threads: int) -> None:
+        """Let the threads write these blocks, and then end."""
+        for index in indices:
+            self._todo.put((index, index if self._ahead else None))
+        for _ in range(num_threads):
+            self._todo.put(None)
+
+    def _feed(self, rounds: Iterable[Sequence[int]], num_threads: int) -> None:
+        """Copy the blocks of all rounds in the caller's thread, each to a free place.
+
+        The threads copy the other blocks."""
+        fed = set()
+        try:
+            for index in self._of_rounds(rounds):
+                fed.add(index)
                 slot = self._free.get()
-                if self.error is not None:
-                    return
-                self._copy(block, slot)
+                with self._telling():
+                    self._copy(self.blocks[index], slot)
                 self._todo.put((index, slot))
+        finally:
+            # These follow the copied blocks, because their copies need free places.
+            rest = [index for index in range(len(self.blocks)) if index not in fed]
+            self._enqueue(rest, num_threads)
+
+    def _of_rounds(self, rounds: Iterable[Sequence[int]]) -> Iterator[int]:
+        """Make all rounds; yield the indices of their blocks, if there is no error."""
+        places = {block: index for index, block in enumerate(self.blocks)}
+        for blocks in rounds:
+            for block in blocks:
+                if self.error is None:
+                    yield places[block]
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
@@ -150,19 +181,37 @@ class PartWriter:
             if not isinstance(error, Exception) or isinstance(error, UnavailableError):
                 raise
 
-    def _copy_all(self, values: Mapping[str, Source], asks: bool) -> None:
+    def _copy_all(self, rounds: Iterable[Sequence[int]], asks: bool) -> None:
         def copy(index: int) -> list[tuple[Array, Array]]:
-            return fill(self._image.slot(index), self.plan, self.blocks[index], values)
+            slot, block = self._image.slot(index), self.blocks[index]
+            return fill(slot, self.plan, block, self._values)
 
-        indices = range(len(self.blocks))
+        missing = {}
+        for index in self._of_rounds(rounds):
+            with self._telling():
+                missing[index] = copy(index)
+        if self.error is None:
+            with self._telling():
+                rest = [i for i in range(len(self.blocks)) if i not in missing]
+                self._copy_rest(copy, rest, asks, missing)
+
+    def _copy_rest(
+        self,
+        copy: Callable[[int], list[tuple[Array, Array]]],
+        indices: Sequence[int],
+        asks: bool,
+        missing: dict[int, list[tuple[Array, Array]]],
+    ) -> None:
+        """Copy blocks by several threads, and start all copies from a GPU."""
         with ThreadPoolExecutor(self._copiers, "hpcstrat-copy") as pool:
             try:
-                missing = list((map if asks else pool.map)(copy, indices))
+                found = list((map if asks else pool.map)(copy, indices))
             except RuntimeError:
                 # The system refuses threads, or the program ends: copy in this thread.
-                missing = list(map(copy, indices))
+                found = list(map(copy, indices))
+        missing.update(zip(indices, found, strict=True))
         if self._downloads is not None:
-            for index, pairs in enumerate(missing):
+            for index, pairs in sorted(missing.items()):
                 if pairs:
                     # While the GPU copies to one place, lock the next place.
                     locked = self._image.lock(index)
@@ -175,7 +224,6 @@ class PartWriter:
         for number in range(wanted):
             thread = threading.Thread(
                 target=self._work,
-                args=(number,),
                 name=f"hpcstrat-save-{number}",
                 daemon=True,
             )
@@ -190,27 +238,26 @@ class PartWriter:
                     raise
                 return
 
-    def _work(self, number: int) -> None:
+    def _work(self) -> None:
         while (item := self._todo.get()) is not None:
-            index, slot = item
+            index, copied = item
+            slot = self._free.get() if copied is None else copied
             try:
                 if self.error is None:
-                    self._write(index, self._made(index, slot, number))
+                    self._write(index, self._made(index, slot, copied is None))
             except BaseException as error:
                 self._fail(error)
             finally:
-                if slot is not None:
-                    self._free.put(slot)
+                self._free.put(slot)
         self._leave(1)
 
-    def _made(self, index: int, slot: int | None, number: int) -> memoryview:
-        """Copy a block (unless ``slot`` has it) and hash it, in thread ``number``."""
+    def _made(self, index: int, slot: int, copies: bool) -> memoryview:
+        """Hash a block in ``slot``; if ``copies``, copy it there before."""
         if self._ahead:
             self._await_turn(index)
             self._await_copy(index)
         with self._cores:
-            if slot is None:
-                slot = number
+            if copies:
                 self._copy(self.blocks[index], slot)
             return self._hashed(index, slot)
 

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
@@ -285,8 +285,9 @@ class PendingSave:
         num_cores: int,
         *,
         downloads: Downloads | None = None,
+        rounds: Iterable[Sequence[int]] | None = None,
     ) -> None:
-        """Start copying and writing this replica's blocks.
+        """Start copying and writing this rank's blocks; see `PartWriter.start`.
 
         In a background save, all blocks are copied when this method returns; in other
         saves, they are copied when `join` returns.
@@ -305,7 +306,7 @@ class PendingSave:
         )
         if ahead:
             _under_way.add(self)
-        self.part.start(values, ahead=ahead)
+        self.part.start(values, ahead=ahead, rounds=rounds)
 
     def _in_background(self, part: PartWriter) -> None:
         """Write this replica's verdict; on replica 0, publish. For the last thread."""

@@ -1,9 +1,9 @@
-"""The steps of a save on all replicas.
+"""The steps of a save on all ranks.
 
-Replica 0 makes the file. Every replica copies its blocks, and threads hash and write
-the blocks. Replica 0 publishes the file when all parts are on the disk. The main
-threads make collective calls at the start, and in `finish`. After a background save,
-the next `wait`, `save` or `close` calls `finish`; `PendingSave` publishes earlier.
+Rank 0 makes the file. Every rank copies its blocks, and threads hash and write the
+blocks. Rank 0 publishes the file when all parts are on the disk. The main threads make
+collective calls at the start, and in `finish`. After a background save, the next
+`wait`, `save` or `close` calls `finish`; `PendingSave` publishes earlier.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from hpcstrat.checkpoint.file.skeleton import Skeleton, packed_python, state_byt
 from hpcstrat.checkpoint.keep.folder import Folder, identity_of, temporary_name
 from hpcstrat.checkpoint.keep.retention import Retention
 from hpcstrat.checkpoint.outcomes import SaveStatistics
+from hpcstrat.checkpoint.save.part_exchange import DividedDataset, PartExchange
 from hpcstrat.checkpoint.save.part_writer import KINDS_OF_WORK, RING_SLOTS
 from hpcstrat.checkpoint.save.pending_save import (
     NewFile,
@@ -42,7 +43,6 @@ from hpcstrat.checkpoint.save.pending_save import (
     Publication,
     SaveOptions,
 )
-from hpcstrat.checkpoint.save.row_exchange import DatasetRows, exchange_rows
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.engine.arrays.kinds import is_device
 from hpcstrat.engine.gpu.transfers import Downloads
@@ -54,18 +54,21 @@ __all__ = ["Saver"]
 
 
 class Saver:
-    """Saves checkpoints for one `CheckpointManager`, one save at a time."""
+    """Saves checkpoints for one `CheckpointManager`, one save at a time.
+
+    ``ranks`` are all ranks of the strategy (`Strategy.all_ranks`).
+    """
 
     def __init__(
         self,
-        strategy: Replicas,
+        ranks: Replicas,
         folder: Folder,
         retention: Retention,
         memory: ImageMemory,
     ) -> None:
-        self._strategy, self._folder, self._memory = strategy, folder, memory
+        self._ranks, self._folder, self._memory = ranks, folder, memory
         self._directory, self._retention = folder.path, retention
-        self._num_cores = _num_cores(strategy)
+        self._num_cores = _num_cores(ranks)
         self._skeletons: list[Skeleton] = []
         self._plan: FileLayout | None = None
         self._current: PendingSave | None = None
@@ -81,11 +84,11 @@ class Saver:
     ) -> None:
         """Save, or start a save in the background; no other save may be running.
 
-        Collective over the strategy's replicas; raises CheckpointError on every rank.
-        ``values`` are values over all replicas, or this replica's rows. The program may
-        change these arrays after the return (on a GPU: by later work in its current
-        stream). ``compare`` is collective, and runs while replica 0 makes the file
-        (asynchronous save), or while threads write the file (other saves).
+        Collective over all ranks; raises CheckpointError on every rank. ``values`` are
+        values over all replicas, or this rank's parts. The program may change these
+        arrays after the return (on a GPU: by later work in its current stream).
+        ``compare`` is collective, and runs while rank 0 makes the file (asynchronous
+        save), or while threads write the file (other saves).
         """
         publications: list[Publication] = []
         try:
@@ -106,31 +109,11 @@ class Saver:
             header.step,
             file,
             self._plan,
-            rank=self._strategy.rank,
-            num_ranks=self._strategy.num_ranks,
+            rank=self._ranks.rank,
+            num_ranks=self._ranks.num_ranks,
         )
         save.publication = publications[0] if publications else None
-        blocks = save.plan.parts(save.num_ranks)[save.rank]
-        rows = self._rows(save, values)
-        try:
-            data = _sources(values, rows) | state_bytes(header, file.python)
-            # An asynchronous save needs memory for all blocks of this replica.
-            slots = max(len(blocks), 1) if order.asynchronous else RING_SLOTS
-            downloads = self._from_device(values)
-            image = self._memory.image(slots, save.plan.block_bytes)
-            if downloads is not None:
-                downloads.begin()
-            save.write(image, data, blocks, self._num_cores, downloads=downloads)
-        except UnavailableError as error:
-            # Raise here: a save with parameter servers has only this replica.
-            self._drop(save, error)
-            raise
-        except Exception as error:
-            # Do not raise here: `finish` raises an error on all replicas.
-            save.error = error
-        except BaseException as error:
-            self._drop(save, error)
-            raise
+        self._start(save, header, values)
         save.blocking_seconds = time.perf_counter() - order.began
         if order.asynchronous:
             return
@@ -141,6 +124,46 @@ class Saver:
             self._drop(save, error)
             raise
         self.finish()
+
+    def _start(
+        self, save: PendingSave, header: Header, values: Mapping[str, Array]
+    ) -> None:
+        """Let this rank's threads write its blocks, after an exchange with other ranks.
+
+        Collective over all ranks if they have parts of datasets.
+        """
+        asynchronous = save.order.asynchronous
+        blocks = save.plan.parts(save.num_ranks)[save.rank]
+        exchange = PartExchange(save.plan, self._ranks, save.order.path)
+        # An asynchronous save needs memory for all blocks of this rank.
+        slots = max(len(blocks), 1) if asynchronous else RING_SLOTS
+        try:
+            with exchange.prepared():
+                data = _sources(values, exchange.plan(values))
+                data |= state_bytes(header, save.file.python)
+                downloads = self._from_device(values)
+                image = self._memory.image(slots, save.plan.block_bytes)
+                if downloads is not None:
+                    downloads.begin()
+            rounds = exchange.rounds()
+            save.write(
+                *(image, data, blocks, self._num_cores),
+                downloads=downloads,
+                rounds=rounds,
+            )
+        except UnavailableError as error:
+            # Raise here: a save with parameter servers has only this replica.
+            self._drop(save, error)
+            raise
+        except Exception as error:
+            if exchange.raises:
+                self._drop(save, error)
+                raise
+            # Do not raise here: `finish` raises an error on all ranks.
+            save.error = error
+        except BaseException as error:
+            self._drop(save, error)
+            raise
 
     def _from_device(self, values: Mapping[str, Array]) -> Downloads | None:
         """Return the copier of values from a GPU; None if no value is on a GPU."""
@@ -158,31 +181,13 @@ class Saver:
     ) -> NewFile:
         """Make the file in a thread of replica 0, while all ranks call ``compare``."""
         with ThreadPoolExecutor(1, "hpcstrat-make") as pool:
-            if self._strategy.replica_id == 0:
+            if self._ranks.rank == 0:
                 # If the system refuses a thread, `on_rank_0` makes the file here.
                 with suppress(RuntimeError):
                     make = pool.submit(make).result
             compare()
-            file: NewFile = on_rank_0(self._strategy, f"save of {order.path}", make)
+            file: NewFile = on_rank_0(self._ranks, f"save of {order.path}", make)
         return file
-
-    def _rows(
-        self, save: PendingSave, values: Mapping[str, Array]
-    ) -> dict[str, DatasetRows]:
-        """Exchange rows between replicas; return the bytes that this replica writes."""
-        if not save.plan.has_rows:
-            return {}
-        try:
-            fetch = None
-            if (downloads := self._from_device(values)) is not None:
-                downloads.begin()
-                fetch = downloads.fetch
-            return exchange_rows(
-                save.plan, values, self._strategy, save.order.path, fetch=fetch
-            )
-        except BaseException as error:
-            self._drop(save, error)
-            raise
 
     def _drop(self, save: PendingSave, error: BaseException) -> None:
         """Give up a save on this rank, and remove its file on replica 0."""
@@ -228,7 +233,7 @@ class Saver:
         temporary = os.path.join(
             self._directory, temporary_name(os.path.basename(path))
         )
-        room = room_bytes(plan, self._strategy.num_ranks) if order.asynchronous else 0
+        room = room_bytes(plan, self._ranks.num_ranks) if order.asynchronous else 0
         publication = Publication(
             path=path,
             temporary=temporary,
@@ -250,7 +255,7 @@ class Saver:
             python,
             # Send no plan if the other replicas have this plan from the last save.
             None if plan is self._plan else plan,
-            goes_direct(self._strategy.settings.direct_io, self._directory),
+            goes_direct(self._ranks.settings.direct_io, self._directory),
         )
 
     def _skeleton(self, header: Header, python: Mapping[str, bytes]) -> Skeleton:
@@ -275,7 +280,7 @@ class Saver:
         if save is None:
             return False
         ended = save.part is None or save.part.ended()
-        votes = self._strategy.collectives.all_gather_object(
+        votes = self._ranks.collectives.all_gather_object(
             (ended, save.failed), f"whether the save of {save.order.path} is done"
         )
         # After a failure on one replica the save is over, even if threads still wait.
@@ -305,19 +310,19 @@ class Saver:
         if part is not None:
             mine = part.hashes.tobytes(), part.seconds
         try:
-            parts = self._strategy.collectives.all_gather_object(
+            parts = self._ranks.collectives.all_gather_object(
                 (None if error is None else explained(what, error), mine),
                 f"end of the {what}",
             )
             self._current = None
             wrong = [
-                f"on replica {rank} {text}"
+                f"on rank {rank} {text}"
                 for rank, (text, _) in enumerate(parts)
                 if text is not None
             ]
             hashes = [part[0] for _, part in parts]
             conclude = partial(_conclude, save, hashes, wrong)
-            total = on_rank_0(self._strategy, what, conclude)
+            total = on_rank_0(self._ranks, what, conclude)
         except BaseException as problem:
             # Remove the file, because after the loss of a rank nothing would finish it.
             self._drop(save, problem)
@@ -342,7 +347,7 @@ class Saver:
             flush_seconds=max(each["flush"] for each in seconds),
             bytes_per_second=save.plan.size / total,
         )
-        if self._strategy.replica_id == 0:
+        if self._ranks.rank == 0:
             get_logger("checkpoint").info("saved %s", self.last)
 
     def close(self) -> None:
@@ -356,21 +361,21 @@ class Saver:
                 self._skeletons.pop().close()
 
 
-def _num_cores(strategy: Replicas) -> int:
-    if strategy.num_ranks > 1:
-        return int(strategy.topology.cores_each)
+def _num_cores(ranks: Replicas) -> int:
+    if ranks.num_ranks > 1:
+        return int(ranks.topology.cores_each)
     # In a job of several ranks, the other ranks may use the other cores.
     alone = launch_from_environment().size <= 1
     return len(os.sched_getaffinity(0)) if alone else 1
 
 
 def _sources(
-    values: Mapping[str, Any], rows: Mapping[str, DatasetRows]
+    values: Mapping[str, Any], divided: Mapping[str, DividedDataset]
 ) -> dict[str, Source]:
-    """Return each value's source of bytes: its rows, an `Elsewhere`, or an array."""
-    rest = {path: value for path, value in values.items() if path not in rows}
+    """Return each value's source of bytes: its parts, an `Elsewhere`, or an array."""
+    rest = {path: value for path, value in values.items() if path not in divided}
     return {
-        **rows,
+        **divided,
         **{p: v if is_elsewhere(v) else as_bytes(v) for p, v in rest.items()},
     }
 

@@ -117,6 +117,15 @@ class PreemptionCheckpointHandler:
         self._longest_save = self._guess = 0.0
         self._manager = _manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
         self._channel = self._manager.collectives.channel
+        inside = self._manager._strategy.inside
+        if inside.size > 1:
+            # Most calls of a step are calls of some ranks only, whose headers do not
+            # notify all other ranks. All ranks raise this error.
+            raise NotImplementedError(
+                "expected replicas of one rank for a PreemptionCheckpointHandler, "
+                f"found {inside.size} ranks per replica; call the manager's save "
+                "regularly"
+            )
         # Discard notices that all ranks received while an earlier handler existed.
         self._forget()
         try:

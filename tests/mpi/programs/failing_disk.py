@@ -139,7 +139,7 @@ class Case:
         self.expect(failed or not text, f"nothing failed, but: {text}")
         if failed and counts:
             self.expect(os.strerror(code) in text, f"the error is: {text!r}")
-            known = rank == 0 or f"on replica {rank}" in text
+            known = rank == 0 or f"on rank {rank}" in text
             self.expect(known, f"the rank is not named: {text!r}")
         if failed and call == "fsync" and not lasting and counts:
             # In the background, rank 1 also writes and flushes its verdict.

@@ -136,6 +136,7 @@ class Kill:
 
     number: int
     n: int
+    ranks_per_replica: int
     how: str
     whom: str
     victims: tuple[int, ...]
@@ -146,12 +147,14 @@ class Kill:
     def draw(cls, number: int, seed: int) -> Kill:
         """Return a random kill; jobs with even numbers save synchronously."""
         draw = random.Random(f"{seed} {number}")
-        n = draw.choice([1, 2, 2, 3])
+        n = draw.choice([1, 2, 2, 3, 4])
+        divisors = [count for count in range(1, n + 1) if n % count == 0]
         (whom,) = draw.choices([*_WHOM], [*_WHOM.values()])
         (moment,) = draw.choices([*_MOMENTS], _WEIGHTS)
         victims = {"one": (draw.randrange(n),), "all": (*range(n),), "launcher": ()}
         return cls(
-            *(number, n, ["wait", "go"][number % 2], whom, victims[whom]),
+            *(number, n, draw.choice(divisors), ["wait", "go"][number % 2]),
+            *(whom, victims[whom]),
             moment,
             draw.random() * _MOMENTS[moment],
         )
@@ -165,6 +168,7 @@ class Tally:
     torn: int = 0
     saves: int = 0
     outlived: int = 0
+    divided: int = 0
 
     def add(self, other: Tally) -> None:
         """Add the counts of another tally."""
@@ -175,7 +179,8 @@ class Tally:
         """Return the counts as text."""
         return (
             f"{self.kills} kills, {self.saves} saves acknowledged, {self.torn} files "
-            f"torn, {self.outlived} jobs whose ranks outlived the launcher"
+            f"torn, {self.outlived} jobs whose ranks outlived the launcher, "
+            f"{self.divided} jobs with replicas of several ranks"
         )
 
 
@@ -227,13 +232,15 @@ def attempt(folder: Path, kill: Kill, tally: Tally) -> str:
     """Start a job, kill it while it saves; return the problems as text."""
     (folder / "started").unlink(missing_ok=True)
     before = max(acknowledged(folder), default=0)
-    with running(folder, "save_loop.py", 100_000, kill.how, n=kill.n) as job:
+    words = 100_000, kill.how, kill.ranks_per_replica
+    with running(folder, "save_loop.py", *words, n=kill.n) as job:
         if not _when(folder, kill, before, job):
             return f"{kill}: the job did not save\n{job}"
         wrong = [_strike(folder, kill, job, tally)]
         said = str(job)
     told = acknowledged(folder)
     tally.kills += 1
+    tally.divided += kill.ranks_per_replica > 1
     tally.torn += len(torn(folder)) if (folder / "checkpoints").exists() else 0
     step, text = restored(folder)
     wrong.append(text)

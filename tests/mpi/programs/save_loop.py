@@ -1,11 +1,12 @@
-"""Save again and again until killed: ``save_loop.py FOLDER STEPS HOW``.
+"""Save again and again until killed: ``save_loop.py FOLDER STEPS HOW [RANKS]``.
 
 Each value follows from the step, so that a test can check any checkpoint bit for bit.
 Rank 0 writes the number of each step into ``FOLDER/acknowledged`` when the save of this
 step is acknowledged. Each rank writes its process number into ``FOLDER/pids``, and
 ``FOLDER/started`` exists when all ranks have done this. A job first restores, and
 checks the restored values. ``HOW`` is ``wait`` (for each save) or ``go`` (continue
-while the save runs).
+while the save runs). ``RANKS`` is the number of ranks of a replica, which divide a
+variable.
 """
 
 from __future__ import annotations
@@ -21,11 +22,15 @@ import hpcstrat as hs
 
 # Large enough that every rank writes some blocks.
 LARGE, SMALL = 500_000, 40
+FIELD = (151, 7, 401)
 
 
 def make_objects() -> dict[str, Any]:
-    """Return the saved variables, with all values zero."""
+    """Return the saved variables of the current strategy, with all values zero."""
+    rows = hs.get_strategy().inside.part(FIELD[2])
+    part = np.zeros((*FIELD[:2], rows.stop - rows.start))
     return {
+        "field": hs.Variable(part, split=2, name="field"),
         "large": hs.Variable(np.zeros(LARGE), name="large"),
         "small": [hs.Variable(np.zeros(7, np.float32)) for _ in range(SMALL)],
         "seen": hs.Variable(
@@ -39,9 +44,16 @@ def large_value(step: int) -> Any:
     return np.random.default_rng(step).standard_normal(LARGE)
 
 
+def field_value(step: int) -> Any:
+    """Return the whole value of the divided variable after a step."""
+    return np.random.default_rng([step, 1]).standard_normal(FIELD)
+
+
 def problems(objects: dict[str, Any], step: int, seen: int) -> list[str]:
-    """Return the problems of restored objects."""
+    """Return the problems of restored objects; collective."""
     found = []
+    if objects["field"].numpy().tobytes() != field_value(step).tobytes():
+        found.append(f"field is not that of step {step}")
     if objects["large"].numpy().tobytes() != large_value(step).tobytes():
         found.append(f"large is not that of step {step}")
     for index, small in enumerate(objects["small"]):
@@ -55,6 +67,8 @@ def problems(objects: dict[str, Any], step: int, seen: int) -> list[str]:
 def assign(strategy: Any, objects: dict[str, Any], step: int) -> None:
     """Assign the values of a step to all variables; collective."""
     objects["large"].assign(large_value(step))
+    rows = strategy.inside.part(FIELD[2])
+    objects["field"].assign(field_value(step)[..., rows])
     for index, small in enumerate(objects["small"]):
         small.assign(np.full(7, step + index, np.float32))
     with strategy.scope():
@@ -65,11 +79,13 @@ def main() -> None:
     """Restore, check, and save steps until the limit or a kill."""
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
     goes_on = sys.argv[3] == "go"
-    strategy = hs.MultiWorkerMirroredStrategy()
+    ranks_per_replica = int(sys.argv[4]) if len(sys.argv) > 4 else 1
+    strategy = hs.MultiWorkerMirroredStrategy(ranks_per_replica=ranks_per_replica)
     with strategy.scope():
         objects = make_objects()
-    (folder / "pids" / str(strategy.replica_id)).write_text(str(os.getpid()))
-    strategy.barrier()
+    ranks = strategy.all_ranks
+    (folder / "pids" / str(ranks.rank)).write_text(str(os.getpid()))
+    ranks.collectives.barrier("start")
     (folder / "started").touch()
     manager = hs.CheckpointManager(folder / "checkpoints", max_to_keep=2, **objects)
     acknowledged = os.open(
@@ -91,7 +107,7 @@ def main() -> None:
         manager.save(number, asynchronous=goes_on)
         # With background saves, the previous save is durable when the next save begins.
         told = number - 1 if goes_on else number
-        if strategy.replica_id == 0 and told > step:
+        if ranks.rank == 0 and told > step:
             os.write(acknowledged, f"{told}\n".encode())
     print("saved", steps, "steps after", step, flush=True)
 

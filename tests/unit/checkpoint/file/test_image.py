@@ -30,6 +30,7 @@ from hpcstrat.checkpoint.file.commit_record import (
     room_bytes,
     write_verdict,
 )
+from hpcstrat.checkpoint.file.division import of_regions, of_rows
 from hpcstrat.checkpoint.file.extents import (
     Extent,
     FileLayout,
@@ -42,7 +43,7 @@ from hpcstrat.checkpoint.file.reader import CheckpointFile, check, open_checkpoi
 from hpcstrat.checkpoint.file.schema import Entry, Header
 from hpcstrat.checkpoint.file.skeleton import Skeleton, packed_python
 from hpcstrat.checkpoint.keep import folder
-from hpcstrat.checkpoint.save import part_writer, pending_save, row_exchange
+from hpcstrat.checkpoint.save import part_exchange, part_writer, pending_save
 from hpcstrat.engine.topology import process_stat
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from tests.folders import listed
@@ -197,107 +198,179 @@ def test_parts_are_equal_and_complete(count: int, size: int) -> None:
     assert lengths[0] - lengths[-1] <= 1
 
 
-_ROWED = st.tuples(
-    st.integers(1, 400), st.sampled_from(["", "replica", "group"]), st.integers(0, 60)
+_DIVIDED = st.tuples(
+    st.integers(1, 400),
+    st.sampled_from(["", "replica", "group", "inside"]),
+    st.integers(0, 60),
 )
 
 
-def _rowed_plan(
+def _regions(draw: Any, shape: tuple[int, ...], count: int) -> list[tuple[slice, ...]]:
+    """Return the part of each rank of a replica, divided along one or two axes."""
+    grids = [
+        grid
+        for grid in itertools.product(range(1, 7), repeat=len(shape))
+        if np.prod(grid) == count
+    ]
+    grid = grids[draw.integers(len(grids))]
+    ends = [
+        np.sort([0, length, *draw.integers(0, length + 1, parts - 1)])
+        for length, parts in zip(shape, grid, strict=True)
+    ]
+    return [
+        tuple(
+            slice(int(cuts[index]), int(cuts[index + 1]))
+            for cuts, index in zip(ends, place, strict=True)
+        )
+        for place in np.ndindex(grid)
+    ]
+
+
+def _divided_plan(
     datasets: list[tuple[int, str, int]], block: int, size: int
 ) -> tuple[FileLayout, dict[str, Any]]:
-    """Return a layout, and the bytes of each dataset; some datasets have rows."""
+    """Return a layout, and the bytes of each dataset; of some, ranks have parts."""
     place, extents, values = 64, [], {}
-    draw = np.random.default_rng(len(datasets))
+    draw = np.random.default_rng([len(datasets), size])
     # Draw groups of replicas of unequal sizes, whose members are not adjacent.
     groups = min(size, 1 + len(datasets) % 3)
     group_of = [*range(groups), *draw.integers(0, groups, size - groups).tolist()]
+    inner = int(draw.choice([n for n in range(1, min(size, 6) + 1) if size % n == 0]))
     for number, (length, axis, gap) in enumerate(datasets):
-        rows = {"": 0, "replica": size, "group": groups}[axis]
-        nbytes = length * max(rows, 1)
-        extents.append(Extent(f"v{number}", place, nbytes, rows, axis == "group"))
+        itemsize = int(draw.choice([1, 2, 8]))
+        shape, division = (length,), None
+        if axis in ("replica", "group"):
+            row_of = range(size) if axis == "replica" else group_of
+            shape = (max(row_of) + 1, length)
+            division = of_rows(shape, itemsize, row_of)
+        elif axis == "inside":
+            shape = tuple(draw.integers(1, 8, draw.integers(1, 4)).tolist())
+            division = of_regions(shape, itemsize, _regions(draw, shape, inner), size)
+        nbytes = int(np.prod(shape)) * itemsize
+        extents.append(Extent(f"v{number}", place, nbytes, division))
         values[f"v{number}"] = draw.integers(1, 256, nbytes, np.uint8)
         place += nbytes + gap
-    return FileLayout(32, 64, place, block, tuple(extents), tuple(group_of)), values
+    return FileLayout(32, 64, place, block, tuple(extents)), values
+
+
+def _own_part(extent: Extent, rank: int, value: Any) -> Any:
+    """Return the bytes of a rank's part, in C order."""
+    division = extent.division
+    assert division is not None
+    part = division.part_of[rank]
+    if part < 0:
+        return value[:0]
+    return value.reshape(division.shape)[division.box(part)].reshape(-1)
 
 
 @given(
-    datasets=st.lists(_ROWED, min_size=1, max_size=8),
+    datasets=st.lists(_DIVIDED, min_size=1, max_size=8),
     block=st.sampled_from([32, 64, 256]),
     size=st.integers(1, 9),
 )
 @settings(max_examples=150, deadline=None)
-def test_replicas_write_most_of_their_rows_and_equally_many_blocks(
+def test_ranks_write_most_of_their_parts_and_equally_many_blocks(
     datasets: list[tuple[int, str, int]], block: int, size: int
 ) -> None:
-    plan, _ = _rowed_plan(datasets, block, size)
+    plan, _ = _divided_plan(datasets, block, size)
     parts = plan.parts(size)
     assert sorted(number for part in parts for number in part) == [
         *range(plan.num_blocks)
     ]
     assert all(list(part) == sorted(part) for part in parts)
     mine: list[set[int]] = [set() for _ in range(size)]
-    for extent in plan.extents:
-        for row in range(extent.num_rows):
-            start = extent.offset + row * extent.row_bytes
-            for number in plan.blocks_of(start, start + extent.row_bytes):
-                low, high = plan.span(number)
-                inside = min(start + extent.row_bytes, high) - max(start, low)
-                if 2 * inside > block:
-                    [rank] = [r for r, part in enumerate(parts) if number in part]
-                    assert plan.row_of(extent, rank) == row
-                    mine[rank].add(number)
+    for extent in plan.divided:
+        assert extent.division is not None
+        where = np.arange(extent.nbytes).reshape(extent.division.shape)
+        for number, holders in extent.division.holders.items():
+            places = where[extent.division.box(number)].reshape(-1)
+            if (np.diff(places) != 1).any():
+                continue
+            start, stop = extent.offset + places[0], extent.offset + places[-1] + 1
+            for index in plan.blocks_of(start, stop):
+                low, high = plan.span(index)
+                if 2 * (min(stop, high) - max(start, low)) > block:
+                    [rank] = [r for r, part in enumerate(parts) if index in part]
+                    assert rank in holders
+                    mine[rank].add(index)
     # A rank with blocks of others has as many blocks as the least rank, or one more.
     least = min(map(len, parts))
     for own, part in zip(mine, parts, strict=True):
         assert len(part) in (len(own), least, least + 1)
 
 
+class _Sent:
+    """Stands for MPI: `Alltoallv` keeps what each rank sends, and then delivers it."""
+
+    def __init__(self, size: int) -> None:
+        self.mpi = self
+        self.BYTE = None
+        self.moved: list[dict[int, Any]] = [{} for _ in range(size)]
+        self.rank, self.arrives = 0, False
+
+    def Alltoallv(self, sent: Any, received: Any) -> None:  # noqa: N802
+        buffer, (counts, _), _ = sent
+        if not self.arrives:
+            pieces = np.split(buffer[: sum(counts)].copy(), np.cumsum(counts)[:-1])
+            self.moved[self.rank] = dict(enumerate(pieces))
+            return
+        buffer, (counts, _), _ = received
+        found = [moved[self.rank] for moved in self.moved]
+        assert [each.size for each in found] == counts
+        assert not counts[self.rank]
+        buffer[: sum(counts)] = np.concatenate(found)
+
+
 @given(
-    datasets=st.lists(_ROWED, min_size=1, max_size=8),
+    datasets=st.lists(_DIVIDED, min_size=1, max_size=8),
     block=st.sampled_from([32, 64, 256]),
-    size=st.integers(1, 5),
+    size=st.integers(1, 6),
     at_a_time=st.sampled_from([1, 100, 1000, 1 << 20]),
 )
 @settings(max_examples=150, deadline=None)
-def test_rows_come_to_where_they_are_written(
+def test_parts_come_to_where_they_are_written(
     datasets: list[tuple[int, str, int]], block: int, size: int, at_a_time: int
 ) -> None:
-    plan, values = _rowed_plan(datasets, block, size)
-    shares: list[dict[str, Any]] = [dict(values) for _ in range(size)]
+    plan, values = _divided_plan(datasets, block, size)
+    shares: list[dict[str, Any]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_exchange, "_ROUND_BYTES", at_a_time)
+        patch.setattr(part_exchange, "_ROUND_BYTES", at_a_time)
         rounds = []
-        for rank, share in enumerate(shares):
+        for rank in range(size):
             own = {
-                extent.path: row_exchange.DatasetRows(
-                    extent,
-                    (row := plan.row_of(extent, rank)),
-                    np.split(values[extent.path], extent.num_rows)[row],
+                extent.path: part_exchange.DividedDataset(
+                    extent, rank, _own_part(extent, rank, values[extent.path])
                 )
-                for extent in plan.extents
-                if extent.num_rows
+                for extent in plan.divided
             }
-            share.update(own)
-            rounds.append(row_exchange._rounds(plan, own, (rank, size)))
-    # Exchange the rows as MPI would do it.
-    for together in zip(*rounds, strict=True):
-        for source, target in itertools.product(range(size), repeat=2):
-            sent = [*together[source].sent[target], np.empty(0, np.uint8)]
-            moved = np.concatenate(sent)
-            for there in together[target].received[source]:
-                there[:], moved = moved[: there.size], moved[there.size :]
-            assert not moved.size
-            assert not (source == target and len(sent) > 1)
-        received = [sum(map(row_exchange._size, [each.received])) for each in together]
-        assert max(received) <= max(at_a_time, block)
-    wanted, found = np.empty(block, np.uint8), np.empty(block, np.uint8)
-    for rank, part in enumerate(plan.parts(size)):
-        for number in part:
+            shares.append(own)
+            rounds.append(part_exchange._rounds(plan, own, (rank, size)))
+    comm, wanted, found = (
+        _Sent(size),
+        np.empty(block, np.uint8),
+        np.empty(block, np.uint8),
+    )
+
+    def check(rank: int, numbers: Any) -> None:
+        for number in numbers:
             fill(wanted, plan, number, values)
-            fill(found, plan, number, shares[rank])
+            fill(found, plan, number, values | shares[rank])
             start, stop = plan.span(number)
-            length = stop - start
-            np.testing.assert_array_equal(found[:length], wanted[:length])
+            assert found[: stop - start].tobytes() == wanted[: stop - start].tobytes()
+
+    for together in zip(*rounds, strict=True):
+        for comm.arrives in (False, True):
+            for comm.rank, each in enumerate(together):
+                assert part_exchange._size(each.received) <= max(at_a_time, block)
+                sent, received = (
+                    np.empty(part_exchange._size(some), np.uint8)
+                    for some in (each.sent, each.received)
+                )
+                part_exchange._exchange(each, sent, received, comm)
+                if comm.arrives:
+                    check(comm.rank, each.blocks)
+    for rank, mixed in enumerate(plan.mixed_blocks(size) if plan.divided else ()):
+        check(rank, sorted({*plan.parts(size)[rank]} - {*mixed}))
 
 
 @given(nbytes=st.integers(0, 1 << 45), replicas=st.integers(1, 5000))

@@ -318,7 +318,7 @@ def test_error_at_any_point_of_a_save_leaves_the_older_ones(
             manager.save(2, asynchronous=asynchronous)
             manager.wait()
         if where == "last" and job.size > 1:
-            assert f"replica {job.size - 1}" in str(caught.value)
+            assert f"rank {job.size - 1}" in str(caught.value)
     job.Barrier()
     assert listed(folder) == ["ckpt-0000000001.h5"]
     manager.wait()

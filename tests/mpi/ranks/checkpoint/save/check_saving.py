@@ -19,7 +19,7 @@ import pytest
 import hpcstrat as hs
 from hpcstrat.checkpoint.file import skeleton
 from hpcstrat.checkpoint.file.reader import open_checkpoint, read_header
-from hpcstrat.checkpoint.save import part_writer, pending_save, row_exchange
+from hpcstrat.checkpoint.save import part_exchange, part_writer, pending_save
 from hpcstrat.errors import CheckpointError, ReplicaError
 from hpcstrat.testing.job import wait_until
 from tests.folders import listed
@@ -168,7 +168,7 @@ def test_what_one_rank_alone_cannot_write_is_raised_later_on_all(
                 assert manager.restore() == 1
             call = getattr(manager, "wait" if later == "restore" else later)
             arguments = (3,) if later == "save" else ()
-            with pytest.raises(CheckpointError, match=f"replica {last} .*Input/output"):
+            with pytest.raises(CheckpointError, match=f"rank {last} .*Input/output"):
                 call(*arguments)
         job.Barrier()
         assert listed(folder) == ["ckpt-0000000001.h5"]
@@ -394,13 +394,13 @@ def test_rows_of_replicas_are_found_in_the_file(
     for name in _ROW_SHAPES:
         fill(variables[name], _row(name, job.rank))
     manager = hs.CheckpointManager(folder, net=variables)
-    exchange, calls = row_exchange._exchange, []
+    exchange, calls = part_exchange._exchange, []
 
     def counted(*args: Any) -> None:
         calls.append(args)
         exchange(*args)
 
-    monkeypatch.setattr(row_exchange, "_exchange", counted)
+    monkeypatch.setattr(part_exchange, "_exchange", counted)
     path = manager.save(1, asynchronous=asynchronous)
     for name in _ROW_SHAPES:
         fill(variables[name], 0)
@@ -465,7 +465,7 @@ def test_rows_that_one_rank_cannot_send_are_an_error_on_all(
 
     with monkeypatch.context() as patch:
         if job.rank == job.size - 1:
-            patch.setattr(row_exchange, "_rounds", fail)
+            patch.setattr(part_exchange, "_rounds", fail)
         with pytest.raises((MemoryError, ReplicaError), match="no memory for rows"):
             manager.save(2)
     job.Barrier()
