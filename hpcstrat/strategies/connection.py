@@ -233,7 +233,8 @@ class Connection:
         """Return the connections of replicas of several ranks; make them once.
 
         Collective over ``topology.replica_comm``. The ranks of a replica are neighbors
-        in rank order. Raises ValueError on every rank if the ranks cannot be divided.
+        in rank order. Raises ValueError on every rank if the ranks cannot be divided,
+        and TopologyError if the nodes divide them differently at different positions.
         """
         comm, count = self.topology.replica_comm, ranks_per_replica
         if comm.size % count:
@@ -246,10 +247,33 @@ class Connection:
         if found is None:
             replica, position = divmod(comm.rank, count)
             found = ReplicaConnections(self._part(replica), self._part(position))
+            self._require_equal_layouts(found, count)
             self._divided[count] = found
         found.inside.users += 1
         found.across.users += 1
         return found
+
+    def _require_equal_layouts(self, found: ReplicaConnections, count: int) -> None:
+        """Raise TopologyError if workers have other replicas at other positions.
+
+        The ranks at each position then add values of replicas in other orders, and the
+        results on the ranks of a replica have different bits.
+        """
+        across = found.across.topology
+        layout = across.replica_comm.allgather(across.worker_id)
+        layouts = self.topology.replica_comm.allgather(layout)
+        position = next((p for p in range(count) if layouts[p] != layouts[0]), None)
+        if position is None:
+            return
+        for connection in (found.inside, found.across):
+            connection.users = 1
+            connection.close(None)
+        raise TopologyError(
+            "expected the same replicas on each node at all positions of a replica, "
+            f"found nodes {layouts[0]} of replicas at position 0 and "
+            f"{layouts[position]} at position {position}; give each node a multiple of "
+            f"{count} ranks, the ranks of a replica"
+        )
 
     def _part(self, color: int) -> Connection:
         """Return a connection of the ranks that pass the same number; collective."""

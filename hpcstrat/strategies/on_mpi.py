@@ -18,7 +18,7 @@ from hpcstrat.engine.options import CommunicationOptions, VariableOptions
 from hpcstrat.engine.settings import Settings
 from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.engine.typing import Tree
-from hpcstrat.errors import RankLostError
+from hpcstrat.errors import RankLostError, TopologyError
 from hpcstrat.safety.divergence.copies import MirroredCopies
 from hpcstrat.safety.divergence.step_digests import StepDigests
 from hpcstrat.safety.watchdog import watchdog
@@ -177,7 +177,7 @@ class MpiStrategy(LogicalDevices, Strategy):
             return self._everyone
         try:
             inner = self._everyone.divided(count)
-        except ValueError:
+        except (ValueError, TopologyError):
             # All ranks raise this error.
             self._everyone.close(self._key)
             raise

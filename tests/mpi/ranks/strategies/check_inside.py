@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
+from hpcstrat.engine.topology.topology import Topology
+from hpcstrat.strategies import connection
 from tests.mpi.ranks.outcomes import assert_same_bits, outcome
 
 pytestmark = pytest.mark.rule
@@ -358,6 +360,29 @@ def test_wrong_arguments(job: Any) -> None:
         error = outcome(hs.MultiWorkerMirroredStrategy, **arguments)
         assert isinstance(error, kind), error
         assert word in str(error), error
+
+
+def test_nodes_with_other_replicas_at_other_positions_are_refused(
+    job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As two nodes with three ranks each, and replicas of two ranks."""
+    if job.size != 4:
+        return
+
+    class Uneven(Topology):
+        def _number_workers(self) -> None:
+            super()._number_workers()
+            self.worker_id = int(job.rank == job.size - 1)
+
+    # The topology of all ranks has been made, and those of its parts are made now.
+    with hs.MultiWorkerMirroredStrategy(comm=job):
+        monkeypatch.setattr(connection, "Topology", Uneven)
+        error = outcome(hs.MultiWorkerMirroredStrategy, comm=job, ranks_per_replica=2)
+        monkeypatch.undo()
+    assert isinstance(error, hs.TopologyError), error
+    assert "multiple of 2 ranks" in str(error)
+    with hs.MultiWorkerMirroredStrategy(comm=job, ranks_per_replica=2) as strategy:
+        assert strategy.inside.sum(np.int64(1)) == 2
 
 
 def test_wrong_parts_of_variables(divided: Any) -> None:
