@@ -166,7 +166,7 @@ def main():
         strategy, lambda: hs.optimizers.Adam(0.02), options.iterations, report
     )
     field = start.numpy()  # the whole field, from all ranks of the replica
-    if options.picture and strategy.replica_id == inside.position == 0:
+    if options.picture and strategy.writes:
         draw(options.picture, coefficients.numpy(), field)
     found = {"coefficients": coefficients.numpy().round(4).tolist()}
     hs.print_once(json.dumps(found))

@@ -189,9 +189,10 @@ class Strategy(OlderMethods):
 
     @property
     def writes(self) -> bool:
-        """Whether this process writes logs and files: the first rank of replica 0.
+        """Whether this process writes the program's own files: one rank of the job.
 
-        For the library's own modules."""
+        It is the first rank of replica 0. Not collective.
+        """
         return self.replica_id == 0 == self.inside.position
 
     @property
