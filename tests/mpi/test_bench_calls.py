@@ -11,7 +11,7 @@ from hpcstrat import testing
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "bench_calls.py"
 CALLS = {
     *("all_gather", "broadcast", "all_to_all", "exchange"),
-    *("gather", "scatter", "reduce_scatter", "barrier"),
+    *("gather", "scatter", "reduce_scatter", "barrier", "halo"),
 }
 
 
