@@ -158,10 +158,9 @@ def test_vmap_is_refused(inside: Any, strategy: Any, job: Any) -> None:
         assert_usable(strategy, job)
 
 
-def test_the_current_strategys_replica_is_the_default(
-    strategy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = _inside(strategy)
-    monkeypatch.setattr(type(strategy), "inside", given, raising=False)
-    with strategy.scope():
-        assert hsj.inside.sum(jnp.ones(2)).tolist() == [given.size] * 2
+def test_the_current_strategys_replica_is_the_default(job: Any) -> None:
+    with (
+        hs.MultiWorkerMirroredStrategy(ranks_per_replica=job.size) as strategy,
+        strategy.scope(),
+    ):
+        assert hsj.inside.sum(jnp.ones(2)).tolist() == [job.size] * 2

@@ -128,10 +128,9 @@ def test_errors_are_raised_on_all_ranks(inside: Any, strategy: Any, job: Any) ->
         assert_usable(strategy, job)
 
 
-def test_the_current_strategys_replica_is_the_default(
-    strategy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = _inside(strategy)
-    monkeypatch.setattr(type(strategy), "inside", given, raising=False)
-    with strategy.scope():
-        assert hst.inside.sum(torch.ones(2)).tolist() == [given.size] * 2
+def test_the_current_strategys_replica_is_the_default(job: Any) -> None:
+    with (
+        hs.MultiWorkerMirroredStrategy(ranks_per_replica=job.size) as strategy,
+        strategy.scope(),
+    ):
+        assert hst.inside.sum(torch.ones(2)).tolist() == [job.size] * 2
