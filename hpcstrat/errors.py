@@ -42,7 +42,7 @@ class CollectiveError(HpcstratError, RuntimeError):
     message : str
         A message that says which call each rank made.
     ranks : sequence of int
-        The ranks that caused the error, if they are known.
+        The ranks of the job that caused the error, if they are known.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:

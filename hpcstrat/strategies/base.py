@@ -189,9 +189,9 @@ class Strategy(OlderMethods):
 
     @property
     def writes(self) -> bool:
-        """Whether this process writes the program's own files: one rank of the job.
+        """True on the first rank of replica 0, which writes the program's own files.
 
-        It is the first rank of replica 0. Not collective.
+        Not collective.
         """
         return self.replica_id == 0 == self.inside.position
 

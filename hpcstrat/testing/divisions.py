@@ -91,7 +91,7 @@ def _difference(one: Any, other: Any, rtol: float, atol: float) -> str:
         return ""
     if (rtol or atol) and np.allclose(other, one, rtol, atol, equal_nan=True):
         return ""
-    if one.dtype.kind not in "iufc":
+    if one.dtype.kind not in "ifc":
         return "found another value"
     largest = np.max(abs(other - one), initial=0)
     return f"with rtol={rtol:g} and atol={atol:g}, found a difference of {largest}"

@@ -35,9 +35,9 @@ from hpcstrat.engine.typing import Array
 __all__ = ["MovePlan", "copy_own_blocks", "hand_over"]
 
 # Ranks read streams from this size on in each other's memory, instead of copying them
-# through the places of the rings: each byte is copied once. Below, this is slower. Two
-# ranks exchange 256 KiB in 40 us instead of 62, and broadcast them in 38 instead of 58.
-_LEAST_READ_BYTES = 256 << 10
+# through the places of the rings: each byte is copied once. Below, this is slower: two
+# ranks gather 256 KiB into given arrays in 227 us by reading, and in 126 us by copying.
+_LEAST_READ_BYTES = 512 << 10
 # Results from this size on use recycled memory; the kernel allocates smaller ones. The
 # Python code of the recycler takes 10 us, longer than the allocation of 1 MiB.
 _LEAST_RECYCLED_BYTES = 4 << 20

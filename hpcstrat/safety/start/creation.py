@@ -13,6 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -210,7 +211,7 @@ class Creation:
             announcement = announce_error(comm.rank, call.text, problem)
         announcement.site = announcement.site or self._site
         announcements = comm.allgather(announcement)
-        error = explain(announcements)
+        error = explain([replace(a, rank=self._ranks[a.rank]) for a in announcements])
         if problem is None:
             raise error
 
