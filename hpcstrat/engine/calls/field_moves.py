@@ -373,8 +373,7 @@ class FieldMoves:
             copy_own_blocks(blocks, plain, results)
             return results
 
-        def exchange(comm: Any) -> Any:
-            rows = comm.lengths([n for shape in own for n in shape]).tolist()
+        def read_shapes(rows: Any) -> Any:
             shapes = tuple(_divided(row, own) for row in rows)
             problems = (check(shapes, line) for line in lines)
             return next((one for one in problems if one is not None), shapes)
@@ -388,9 +387,9 @@ class FieldMoves:
         if len(lines) > 1:
             kinds_text += f" in lines {lines}"
         call = describe_call(text, kinds_text, sum(array.nbytes for array in arrays))
-        moves, given = repeated
+        (moves, given), integers = repeated, [n for shape in own for n in shape]
         return moves.make(
-            Move(call, arrays, None, own, plan, given, exchange, expected)
+            Move(call, arrays, None, own, plan, given, integers, read_shapes, expected)
         )
 
 

@@ -116,9 +116,6 @@ class Gathers:
         own = tuple(a.shape[axis] for a in arrays)
         rank, all_equal = self.collectives.rank, (own,) * self.collectives.size
 
-        def exchange(comm: Any) -> Any:
-            return tuple(map(tuple, comm.lengths(own).tolist()))
-
         def plan(lengths: Any) -> tuple[MoveBlocks, list[Any]]:
             lengths = lengths or all_equal
             whole = [sum(column) for column in zip(*lengths, strict=True)]
@@ -128,8 +125,9 @@ class Gathers:
             ]
             return gathered_blocks(lengths, inner, outer, rank), results
 
-        more = () if given is None else (exchange, all_equal)
-        return Move(call, arrays, None, own, plan, given, *more)
+        if given is None:
+            return Move(call, arrays, None, own, plan, given)
+        return Move(call, arrays, None, own, plan, given, own, equal=all_equal)
 
     def start_all_gather(self, tree: Tree, axis: int, what: str) -> PendingCall:
         """Start the gather of arrays whose shapes are equal on all replicas.

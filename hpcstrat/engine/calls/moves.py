@@ -6,6 +6,7 @@ plans, see `hpcstrat.engine.calls.repeated_moves`.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -261,18 +262,21 @@ class Moves:
                 self.alone(sends[rank].copy(), part)
             return
         sizes = {array.nbytes for array in arrays}
-        me = self.rank
+        me, size = self.rank, self.size
 
-        def exchange(comm: Any) -> Any:
+        def table(rows: Any) -> Any:
+            told = np.array(rows).reshape(size, size, 2, 2)
+            if np.array_equal(told[:, :, 0], told[:, :, 1].swapaxes(0, 1)):
+                return tuple(map(tuple, told[:, :, 0, 0].tolist()))
             own = _sizes(sends), _sizes(receives), call_site()
-            found = comm.allgather(own)
-            text = _check_sent(found)
-            return CollectiveError(text) if text else tuple(row[:2] for row in found)
+            found = self.collectives.all_gather_object(own, call.text)
+            return CollectiveError(_check_sent(found))
 
-        def plan(told: Any) -> tuple[MoveBlocks, list[Any]]:
+        def plan(nbytes: Any) -> tuple[MoveBlocks, list[Any]]:
             sources = {rank: i for i, rank in enumerate(sends)}
             results = {rank: i for i, rank in enumerate(receives)}
-            return sent_blocks(_table(told, self.size), me, sources, results), []
+            sent = np.broadcast_to(np.array(nbytes, np.int64), (size, size))
+            return sent_blocks(sent, me, sources, results), []
 
         # If all sizes of this rank are equal, expect that those of all ranks are.
         expected = sizes.pop() if equal and len(sizes) == 1 else None
@@ -280,8 +284,9 @@ class Moves:
         # The kernel's plan is for arrays of these shapes.
         kinds = (*((array.shape, array.dtype) for array in arrays),)
         key = tuple(sends), tuple(receives), kinds
+        integers = _integers(sends, receives, size)
         self._repeated.make(
-            Move(call, given[-1], outs, key, plan, given, exchange, expected)
+            Move(call, given[-1], outs, key, plan, given, integers, table, expected)
         )
 
     def _move(
@@ -340,9 +345,25 @@ class Moves:
             )
 
 
-def _sizes(parts: Mapping[int, Array]) -> tuple[tuple[int, int, str, int], ...]:
+def _sizes(parts: Mapping[int, Array]) -> tuple[tuple[int, int, str], ...]:
     """Return each neighbor's number, and the size and dtype of its array."""
-    return tuple((r, p.size, str(p.dtype), p.itemsize) for r, p in parts.items())
+    return tuple((r, p.size, str(p.dtype)) for r, p in parts.items())
+
+
+def _integers(
+    sends: Mapping[int, Array], receives: Mapping[int, Array], size: int
+) -> list[int]:
+    """Return what this rank sends to each rank, and receives from it, as integers.
+
+    For each rank these are bytes and dtype of both arrays; zeros for no elements.
+    """
+    found = np.zeros((size, 2, 2), np.int64)
+    for column, parts in enumerate((sends, receives)):
+        for rank, part in parts.items():
+            if part.size:
+                kind = zlib.crc32(str(part.dtype).encode())
+                found[rank, column] = part.nbytes, kind
+    return found.reshape(-1).tolist()
 
 
 def _check_sent(rows: Sequence[Any]) -> str:
@@ -350,8 +371,8 @@ def _check_sent(rows: Sequence[Any]) -> str:
     sent, wanted = dict[Any, Any](), dict[Any, Any]()
     sites = [f" ({row[2]})" if row[2] else "" for row in rows]
     for rank, (to, source, _) in enumerate(rows):
-        sent |= {(rank, r): (size, dtype) for r, size, dtype, _ in to if size}
-        wanted |= {(r, rank): (size, dtype) for r, size, dtype, _ in source if size}
+        sent |= {(rank, r): (size, dtype) for r, size, dtype in to if size}
+        wanted |= {(r, rank): (size, dtype) for r, size, dtype in source if size}
     wrong = []
     for a, b in sorted(sent.keys() | wanted.keys()):
         gives, takes = sent.get((a, b)), wanted.get((a, b))
@@ -369,20 +390,6 @@ def _check_sent(rows: Sequence[Any]) -> str:
         "expected each replica to receive what the others send to it, found that "
         f"{'; '.join(wrong)}; make neighbors, sizes and dtypes equal"
     )
-
-
-def _table(told: Any, size: int) -> Array:
-    """Return how many bytes each rank sends to each other rank.
-
-    ``told`` is what all ranks have told, or one number of bytes for all pairs.
-    """
-    if isinstance(told, int):
-        return np.full((size, size), told, np.int64)
-    table = np.zeros((size, size), np.int64)
-    for rank, (to, _) in enumerate(told):
-        for other, count, _, itemsize in to:
-            table[rank, other] = count * itemsize
-    return table
 
 
 def _amount(kind: tuple[int, str] | None) -> str:

@@ -4,7 +4,7 @@ The lengths of arrays may differ between ranks, and from call to call. The ranks
 exchange them once. Later headers have a hash of the lengths that a rank expects all
 ranks to have, so that a change on any rank is noticed by all, and makes them exchange
 the lengths again. If the lengths change often, the ranks exchange them in every call
-for a while.
+for a while. An exchange of lengths is itself a gather of integers with a plan.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from hpcstrat.engine.algorithms.blocks import MoveBlocks
+from hpcstrat.engine.algorithms.blocks import MoveBlocks, gathered_blocks
 from hpcstrat.engine.algorithms.kernel_call import repeater
 from hpcstrat.engine.algorithms.move_plan import MovePlan
 from hpcstrat.engine.arrays.recycling import Recycler
@@ -49,10 +49,13 @@ class Move:
     # the call and of the operation, and the value that the program has passed. None if
     # the kernel is not to repeat it.
     given: tuple[str, Any, Any] | None
-    # Returns the lengths of all ranks, by an InterruptibleComm, or the error that all
-    # ranks raise because the lengths do not fit each other. None if the header compares
-    # the lengths, which ``plan`` then does not need.
-    exchange: Callable[[Any], Any] | None = None
+    # This rank's lengths as integers, of which all ranks have the same number. None if
+    # the header compares the lengths, which ``plan`` then does not need.
+    integers: Sequence[int] | None = None
+    # Returns the lengths of all ranks for their integers, of which each rank has a row,
+    # or the error that all ranks raise because the lengths do not fit each other. None
+    # if the lengths are the rows.
+    read_lengths: Callable[[tuple[tuple[int, ...], ...]], Any] | None = None
     # The lengths of all ranks if those of all are equal to this rank's.
     equal: Any = None
 
@@ -61,8 +64,11 @@ class _Kind:
     """A kind of call, as one rank knows it; only the plans differ between ranks."""
 
     def __init__(self) -> None:
-        # The plans of calls by this rank's own lengths.
+        # The plans of calls by this rank's own lengths, and by those of all ranks.
         self.plans: dict[Hashable, MovePlan] = {}
+        self.plans_of_all: dict[Hashable, MovePlan] = {}
+        # The plan of the exchange of lengths.
+        self.exchange: MovePlan | None = None
         # True until the ranks have first found that their lengths differ.
         self.is_new = True
         # Number of changes of the lengths, and of the next calls that exchange them.
@@ -167,14 +173,12 @@ class RepeatedMoves:
             try:
                 if plan is not None:
                     return plan.run(move.arrays, move.outs, self._seconds)
-                if move.exchange is None or expected is not None:
+                if move.integers is None or expected is not None:
                     return self._first(kind, move, expected, True)
-                channel.agree(move.call, self._seconds)
+                lengths = self._exchange(kind, move)
                 break
             except LengthsDifferError:
                 kind.change()
-        with channel.moving(move.call) as comm:
-            lengths = move.exchange(comm)
         if isinstance(lengths, Exception):
             # All ranks raise this error.
             channel.failures.told_at = channel.num_calls
@@ -182,6 +186,24 @@ class RepeatedMoves:
         # A second header reports an error on one rank, such as a lack of memory.
         given = move.call.text, self._first, kind, move, lengths, kind.learn()
         return cast("Sequence[Array]", self._collectives.call(*given))
+
+    def _exchange(self, kind: _Kind, move: Move) -> Any:
+        """Return the lengths of all ranks, or the error that all ranks raise.
+
+        Raises LengthsDifferError if other ranks expect lengths, and do not exchange
+        them.
+        """
+        assert move.integers is not None
+        own = np.array(move.integers, np.int64)
+        if kind.exchange is None:
+            rank, size = self._collectives.rank, self._collectives.size
+            blocks = gathered_blocks(((own.size,),) * size, (8,), (1,), rank)
+            kinds = [(own.shape, own.dtype)], [((size * own.size,), own.dtype)]
+            call = move.call.with_lengths("an exchange of lengths")
+            kind.exchange = self._new_plan(call, blocks, kinds)
+        [found] = kind.exchange.run([own], None, self._seconds)
+        rows = tuple(map(tuple, found.reshape(-1, own.size).tolist()))
+        return rows if move.read_lengths is None else move.read_lengths(rows)
 
     def plan(self, move: Move) -> MovePlan:
         """Return the plan of a call whose header compares all lengths."""
@@ -191,9 +213,19 @@ class RepeatedMoves:
     def _first(
         self, kind: _Kind, move: Move, lengths: Any, keeps: bool
     ) -> Sequence[Array]:
-        """Make a plan for the lengths of all ranks, and run it."""
-        plan, seconds = self._planned(kind, move, lengths, keeps), self._seconds
-        return plan.run(move.arrays, move.outs, seconds)
+        """Run a plan for the lengths of all ranks: a new one, or one after an exchange.
+
+        The kernel may repeat only plans that ``kind`` drops when the lengths change.
+        """
+        # A field's additions belong to its last plan, so that it needs a new one.
+        kept = {} if keeps or move.read_lengths else kind.plans_of_all
+        plan = kept.get((move.own, lengths))
+        if plan is None:
+            plan = self._planned(kind, move, lengths, keeps)
+            if len(kept) >= _MOST_LENGTHS:
+                kept.clear()
+            kept[move.own, lengths] = plan
+        return plan.run(move.arrays, move.outs, self._seconds)
 
     @property
     def _seconds(self) -> Any:
@@ -206,11 +238,14 @@ class RepeatedMoves:
             results = [(out.shape, out.dtype) for out in move.outs]
         sources = [(array.shape, array.dtype) for array in move.arrays]
         call = move.call if lengths is None else move.call.with_lengths(lengths)
-        channel, allocate = self._collectives.channel, self._recycler.arrays
-        plan = MovePlan(call, blocks, (sources, results), channel, allocate)
+        plan = self._new_plan(call, blocks, (sources, results))
         if keeps:
             kind.keep(move.own, plan)
             if move.given is not None and type(move.given[-1]) in (list, np.ndarray):
                 what, name, value = move.given
                 plan.keep(self.repeat, what, name, type(value) is list, self._seconds)
         return plan
+
+    def _new_plan(self, call: Call, blocks: MoveBlocks, kinds: Any) -> MovePlan:
+        channel, allocate = self._collectives.channel, self._recycler.arrays
+        return MovePlan(call, blocks, kinds, channel, allocate)
