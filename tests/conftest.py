@@ -14,6 +14,7 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from tests import turns
 from tests.durations import Durations
 from tests.lanes import LaneScheduling, num_lanes
 from tests.reach import selection
@@ -115,6 +116,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the plugins for durations, and for selection by module."""
     config.pluginmanager.register(Durations(), "durations")
+    try:
+        turns.turn_of_environment()
+    except ValueError as exc:
+        raise pytest.UsageError(str(exc)) from None
     if modules := config.getoption("modules"):
         try:
             files = selection.files_for(modules)
@@ -129,17 +134,27 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Return header lines: a module's test files, and the omitted slow files."""
+    """Return header lines: a module's test files, the omitted slow files, the turn."""
     files, longer = config.stash.get(_files, []), config.stash.get(_longer, [])
-    return [f"tests: {file}" for file in files] + [f"longer: {file}" for file in longer]
+    lines = [f"tests: {file}" for file in files]
+    lines += [f"longer: {file}" for file in longer]
+    if turn := turns.turn_of_environment():
+        text = "turn {} of {} of the long tests; unset {} to run all"
+        lines.append(text.format(*turn, turns.VARIABLE))
+    return lines
 
 
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Deselect the rank tests of other modules."""
+    """Deselect the rank tests of other modules, and long tests of other turns."""
+    unwanted = set[pytest.Item]()
     if files := config.stash.get(_files, None):
-        unwanted = selection.unwanted(items, files)
+        unwanted |= set(selection.unwanted(items, files))
+    if turn := turns.turn_of_environment():
+        names = turns.unwanted([item.nodeid for item in items], *turn)
+        unwanted |= {item for item in items if item.nodeid in names}
+    if unwanted:
         config.hook.pytest_deselected(items=list(unwanted))
         items[:] = [item for item in items if item not in unwanted]
 
