@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from hpcstrat.engine.observe import job_timeline
 from hpcstrat.engine.options import check_on_error
 from hpcstrat.engine.settings import Settings
 from hpcstrat.engine.topology.children import refuse_children
+from hpcstrat.engine.topology.segment import SharedFile
 from hpcstrat.engine.topology.survival import is_loss
 from hpcstrat.engine.topology.topology import Topology, start_mpi
 from hpcstrat.errors import RankLostError, TopologyError
@@ -246,7 +248,10 @@ class Connection:
         found = self._divided.get(count)
         if found is None:
             replica, position = divmod(comm.rank, count)
-            found = ReplicaConnections(self._part(replica), self._part(position))
+            with self._shared_file() as file:
+                found = ReplicaConnections(
+                    self._part(replica, file), self._part(position, file)
+                )
             self._require_equal_layouts(found, count)
             self._divided[count] = found
         found.inside.users += 1
@@ -275,13 +280,24 @@ class Connection:
             f"{count} ranks, the ranks of a replica"
         )
 
-    def _part(self, color: int) -> Connection:
+    @contextlib.contextmanager
+    def _shared_file(self) -> Iterator[SharedFile]:
+        """Yield a file for segments of all ranks of this node; collective."""
+        whole: Any = self.topology.replica_comm
+        node = whole.Split_type(self.topology.mpi.COMM_TYPE_SHARED, whole.rank)
+        try:
+            with contextlib.closing(SharedFile(node)) as file:
+                yield file
+        finally:
+            node.Free()
+
+    def _part(self, color: int, file: SharedFile) -> Connection:
         """Return a connection of the ranks that pass the same number; collective."""
         whole = self.topology.replica_comm
         comm: Any = whole.Split(color, self.topology.replica_id)
         each = self._replicas_per_worker
         try:
-            topology = Topology(comm, replicas_per_worker=each)
+            topology = Topology(comm, replicas_per_worker=each, file=file)
         finally:
             comm.Free()
         for name in ("gpu", "shares_gpu", "mpi_reads_gpu", "nccl"):

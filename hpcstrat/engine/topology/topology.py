@@ -13,7 +13,7 @@ from hpcstrat.engine.topology.bindings import (
     own_masks,
     remember_masks,
 )
-from hpcstrat.engine.topology.segment import Segment
+from hpcstrat.engine.topology.segment import Segment, SharedFile
 from hpcstrat.engine.topology.start_warnings import warn_of_bindings, warn_of_memory
 from hpcstrat.engine.topology.starting import expect_losses, start_mpi
 from hpcstrat.engine.topology.survival import (
@@ -71,6 +71,9 @@ class Topology:
     survives : bool
         Whether the loss of a rank raises an error on the other ranks, see
         `topology.survival`. If True, a loss during construction revokes ``comm``.
+    file : SharedFile, optional
+        The file of this node in which the worker's segment is made; default: a new one.
+        The memory of one segment is enough for two topologies of all ranks of the file.
 
     Attributes
     ----------
@@ -131,6 +134,7 @@ class Topology:
         *,
         replicas_per_worker: int | None = None,
         survives: bool = False,
+        file: SharedFile | None = None,
     ) -> None:
         if replicas_per_worker is not None and replicas_per_worker < 1:
             raise ValueError(
@@ -144,7 +148,7 @@ class Topology:
         parent = self.world() if comm is None else comm
         self.spans_job = comm is None or comm.size == mpi.COMM_WORLD.size
         try:
-            self._form(parent, replicas_per_worker)
+            self._form(parent, replicas_per_worker, file)
         except (mpi.Exception, RankLostError, *GARBLED) as error:
             lost = survives and is_loss(mpi, error, parent)
             self.revoke()
@@ -155,7 +159,9 @@ class Topology:
                 "another one of the remaining ranks"
             ) from error
 
-    def _form(self, parent: Any, replicas_per_worker: int | None) -> None:
+    def _form(
+        self, parent: Any, replicas_per_worker: int | None, file: SharedFile | None
+    ) -> None:
         """Create the communicators, and map the worker's shared memory."""
         mpi = self.mpi
         self.replica_comm = self._made(parent, parent.Dup)
@@ -172,9 +178,11 @@ class Topology:
             self.worker_comm.rank,
             self.worker_id,
         )
-        sizes = (self.worker_comm.size, -self.worker_comm.size)
+        own = self.worker_comm.size
+        # The number of rings that share the memory of one segment.
+        rings = own if file is None else 2 * file.num_ranks
         smallest, largest = (
-            abs(self.replica_comm.allreduce(size, op=mpi.MIN)) for size in sizes
+            abs(self.replica_comm.allreduce(size, op=mpi.MIN)) for size in (own, -rings)
         )
         self.smallest_worker: int = smallest
         asked = SLOTS_IN_RING * slot_bytes(largest, self.num_workers)
@@ -182,6 +190,7 @@ class Topology:
             self.worker_comm,
             (2 * RECORD_BYTES + STATUS_BYTES) * self.worker_comm.size,
             asked,
+            file=file,
         )
         warn_of_memory(self.worker_comm, asked, self.segment.part_bytes)
         # Size of the largest piece in a replica's part of the segment, a power of two:

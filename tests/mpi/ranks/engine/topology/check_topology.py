@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.engine.topology.segment import Segment
+from hpcstrat.engine.topology import segment as segments
+from hpcstrat.engine.topology.segment import Segment, SharedFile
 from hpcstrat.engine.topology.topology import Topology
 from tests.mpi.ranks.outcomes import assert_usable, outcome
 
@@ -157,6 +158,55 @@ def test_segment_is_shared_by_the_worker_and_zero_at_first(
     assert found == list(range(1, comm.size + 1))
     comm.Barrier()
     segment.close()
+
+
+@pytest.mark.parametrize("folder", ["/dev/shm", "/does/not/exist"])
+def test_segments_in_one_file_are_independent(
+    job: Any, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the memory of some of them is lacking at first."""
+    page, lacking = mmap.PAGESIZE, set[int]()
+    real = os.posix_fallocate
+
+    def reserve(handle: int, start: int, length: int) -> None:
+        if length > 5 * page and job.rank in lacking:
+            raise OSError(28, "No space left on device")
+        real(handle, start, length)
+
+    monkeypatch.setattr(segments.os, "posix_fallocate", reserve)
+    rng, file, made = np.random.default_rng(7), SharedFile(job, folder), []
+    for number in range(6):
+        colors, lacks = rng.integers(0, 2, (2, job.size))
+        lacking.clear()
+        lacking.update(np.flatnonzero(lacks))
+        comm = job.Split(int(colors[job.rank]), job.rank)
+        nbytes = int(rng.integers(1, 2 * page))
+        one = Segment(comm, nbytes, 6 * page, file=file)
+        small = file.handle >= 0 and any(
+            lack and color == colors[job.rank]
+            for lack, color in zip(lacks, colors, strict=True)
+        )
+        assert one.part_bytes == (3 * page if small else 6 * page)
+        assert bytes(one.buffer) == bytes(one.common_bytes + comm.size * one.part_bytes)
+        comm.Barrier()
+        own = one.common_bytes + comm.rank * one.part_bytes
+        mark = 1 + (number * job.size + job.rank) % 255
+        one.buffer[own : own + one.part_bytes] = bytes([mark]) * one.part_bytes
+        made.append((one, comm, number))
+    kept = job.allreduce(sum(len(one.buffer) for one, comm, _ in made if not comm.rank))
+    if file.handle >= 0:
+        # Areas that did not fit keep no memory.
+        assert os.fstat(file.handle).st_blocks * 512 <= kept
+    job.Barrier()
+    file.close()
+    for one, comm, number in made:
+        marks = comm.allgather(1 + (number * job.size + job.rank) % 255)
+        expected = b"".join(bytes([mark]) * one.part_bytes for mark in marks)
+        assert bytes(one.buffer[: one.common_bytes]) == bytes(one.common_bytes)
+        assert bytes(one.buffer[one.common_bytes :]) == expected
+        comm.Barrier()
+        one.close()
+        comm.Free()
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no memory file system")
