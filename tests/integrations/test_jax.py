@@ -35,6 +35,8 @@ SIZES = {"check_jax_divided": 4}
     [
         *[pytest.param(n, f, marks=pytest.mark.full) for n in (1, 2) for f in FILES],
         *[(SIZES.get(file, 3), file) for file in FILES],
+        # Three replicas of three ranks.
+        *[pytest.param(9, file, marks=pytest.mark.full) for file in SIZES],
     ],
 )
 def test_rank_tests_pass(

@@ -40,6 +40,16 @@ def test_rank_tests_pass(
 
 @pytest.mark.full
 @pytest.mark.framework("torch")
+@pytest.mark.parametrize("file", SIZES)
+@pytest.mark.parametrize("n", [9])
+def test_three_replicas_of_three_ranks(
+    rank_files: RankFiles, request: pytest.FixtureRequest, n: int, file: str
+) -> None:
+    rank_files.num_passed(request, RANKS, *CHOSEN)
+
+
+@pytest.mark.full
+@pytest.mark.framework("torch")
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_rank_tests_pass_in_all_layouts(

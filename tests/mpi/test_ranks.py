@@ -42,6 +42,17 @@ def test_rank_tests_pass_without_the_kernel(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    "file", ["strategies/check_heat_fit", "strategies/check_inside"]
+)
+@pytest.mark.parametrize("n", [8, 9])
+def test_replicas_of_several_ranks_on_more_ranks(
+    rank_files: RankFiles, request: pytest.FixtureRequest, n: int, file: str
+) -> None:
+    rank_files.num_passed(request, FOLDER)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_rank_tests_pass_everywhere(

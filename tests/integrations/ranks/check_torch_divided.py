@@ -178,7 +178,8 @@ def doubles() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def strategies(job: Any) -> Iterator[dict[int, Any]]:
     """Yield strategies by the number of ranks of their replicas."""
-    counts = [count for count in range(2, job.size + 1) if job.size % count == 0]
+    # Each rank has whole pairs of rows, which the second level of the U-Net adds.
+    counts = [n for n in range(2, NX) if job.size % n == NX % (2 * n) == 0]
     with ExitStack() as stack:
         yield {
             count: stack.enter_context(
@@ -190,7 +191,7 @@ def strategies(job: Any) -> Iterator[dict[int, Any]]:
 
 @pytest.fixture
 def divided(strategies: dict[int, Any]) -> Any:
-    """Return the strategy with all ranks in one replica."""
+    """Return the strategy with the most ranks in a replica."""
     return strategies[max(strategies)]
 
 
@@ -264,7 +265,7 @@ def test_logical_replicas_have_the_same_bits_on_any_number_of_replicas(
     """With one number of ranks per replica, as sums inside of a replica have."""
     for count in (1, 2):
         bits = []
-        for ranks in range(count, job.size + 1, count):
+        for ranks in range(count, min(job.size, 4 * count) + 1, count):
             part = job.Split(int(job.rank < ranks), job.rank)
             if job.rank < ranks:
                 with hs.MultiWorkerMirroredStrategy(

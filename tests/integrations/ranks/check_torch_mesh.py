@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(not hasattr(fsdp, "fully_shard"), reason="torch before 2.6"),
 ]
-INPUTS, HIDDEN, BATCH, STEPS = 6, 12, 12, 20
+INPUTS, HIDDEN, BATCH, STEPS = 6, 12, 24, 20
 
 
 def net() -> Any:
@@ -48,7 +48,7 @@ def trained(model: Any, rows: slice, mean: Any = float) -> tuple[list[float], An
 
 @pytest.fixture
 def strategies(job: Any) -> Iterator[list[Any]]:
-    counts = [job.size] if job.size < 4 else [2, 4]
+    counts = [n for n in range(2, HIDDEN) if job.size % n == HIDDEN % n == 0] or [1]
     made = [hs.MultiWorkerMirroredStrategy(ranks_per_replica=n) for n in counts]
     yield made
     if dist.is_initialized():

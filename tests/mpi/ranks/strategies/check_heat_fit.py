@@ -87,7 +87,7 @@ def test_logical_replicas_have_the_same_bits_on_any_number_of_replicas(
 ) -> None:
     for count in (1, 2):
         bits = []
-        for ranks in range(count, job.size + 1, count):
+        for ranks in range(count, min(job.size, 4 * count) + 1, count):
             part = job.Split(int(job.rank < ranks), job.rank)
             if job.rank < ranks:
                 with hs.MultiWorkerMirroredStrategy(
