@@ -12,7 +12,8 @@ import pytest
 
 from hpcstrat.testing import launch_command
 from hpcstrat.tools.bench.analysis import analyze, read_runs
-from hpcstrat.tools.bench.run_file import MeasuredRun, write_run
+from hpcstrat.tools.bench.run_file import BenchError, MeasuredRun, write_run
+from hpcstrat.tools.bench.web_page import page
 from tests.mpi.programs.bench_steps import ROW_SECONDS
 from tests.mpi.programs.started import Ended, run_command
 
@@ -89,6 +90,36 @@ def test_report_of_one_to_three_ranks_is_right(tmp_path: Path) -> None:
     assert links[0]["inside"] is None
     assert links[1]["inside"]["bytes_per_second"] > 1e6
     assert links[1]["inside"]["num_measured"] == 1
+
+
+def test_replicas_of_two_ranks_are_named_and_measured(tmp_path: Path) -> None:
+    words = ("--parts", "all_reduce,step,input", "--sizes", "64KiB")
+    words += ("--compute-ms", 2, "--batch-size", 2, "--ranks-per-replica", 2)
+    for n in (2, 4):
+        ended = _scaling(n, tmp_path / "run-{n}.json", *words, "--repeats", 2)
+        assert ended.returncode == 0, str(ended)
+        assert ended.stderr.count("] step resnet50") == 2
+    paths = [tmp_path / "run-1.json", tmp_path / "run-2.json"]
+    assert sorted(tmp_path.iterdir()) == paths
+    topology = _load(paths[1])["topology"]
+    assert (topology["num_replicas"], topology["ranks_per_replica"]) == (2, 2)
+    assert topology["replicas_per_worker"] == [2]
+    parts = _load(paths[1])["parts"]
+    assert [part["batch_size"] for part in parts if part["name"] == "step"] == [4, 2]
+    assert all(len(values) == 2 for p in parts for values in p["replicas"].values())
+    runs = read_runs([str(path) for path in paths])
+    assert [run.num_replicas for run in runs] == [1, 2]
+    found = page(analyze(runs), {})
+    assert "1, 2 replicas of 2 ranks each on 1 host" in found
+    ended = _scaling(1, tmp_path / "other-{n}.json", *words)
+    assert "expected a number of ranks that is a multiple of 2" in ended.stderr
+    ended = _scaling(2, paths[1], *words[:-2])
+    assert "found ranks_per_replica 1 instead of 2" in ended.stderr, str(ended)
+    other = read_runs([str(paths[0])])[0]
+    other.topology["ranks_per_replica"] = 1
+    write_run(other, str(paths[0]))
+    with pytest.raises(BenchError, match="make a report of each"):
+        read_runs([str(path) for path in paths])
 
 
 def test_built_in_parts_are_measured_and_nothing_is_left_behind(

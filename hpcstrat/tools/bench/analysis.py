@@ -123,6 +123,12 @@ def read_runs(paths: Sequence[str]) -> list[MeasuredRun]:
                 f"expected measurements, found none in {run.path}: the run ended "
                 "before the first part; start it again, or omit the file"
             )
+        if run.ranks_per_replica != runs[0].ranks_per_replica:
+            raise BenchError(
+                "expected runs with one number of ranks in a replica, found "
+                f"{runs[0].ranks_per_replica} in {runs[0].path} and "
+                f"{run.ranks_per_replica} in {run.path}; make a report of each"
+            )
     _require_same_problem(runs)
     return runs
 
@@ -302,13 +308,13 @@ def _slowest_host(run: MeasuredRun, part: Part) -> str:
 
 
 def _notes(runs: Sequence[MeasuredRun], series: Sequence[Series]) -> Iterator[str]:
-    shared = [run.layout for run in runs if run.cores_per_replica < 1]
+    shared = [run.layout for run in runs if run.cores_per_rank < 1]
     if shared:
-        fewest = min(run.cores_per_replica for run in runs)
+        fewest = min(run.cores_per_rank for run in runs)
         yield (
-            f"Cores per replica < 1 (down to {fewest:.2g}) with {', '.join(shared)} "
+            f"Cores per rank < 1 (down to {fewest:.2g}) with {', '.join(shared)} "
             "replicas: they share cores. These rows do not show how a machine with "
-            "a core for each replica scales."
+            "a core for each rank scales."
         )
     yield from _disturbed(runs)
     for run in runs:
@@ -366,7 +372,7 @@ def _disturbed(runs: Sequence[MeasuredRun]) -> Iterator[str]:
 
 
 def _replicas(run: MeasuredRun) -> str:
-    return f"{run.layout} replica{'s' if run.num_replicas > 1 else ''}"
+    return f"{run.layout} replica{'s' if run.num_replicas > 1 else ''}{run.of_ranks}"
 
 
 def _differences(runs: Sequence[MeasuredRun]) -> Iterator[str]:

@@ -148,6 +148,12 @@ _MODELS = tuple(MODELS)
     help="Size of an example in bytes.",
 )
 @click.option(
+    "--ranks-per-replica",
+    type=click.IntRange(1),
+    default=1,
+    help="Ranks of each replica; each of them computes for --compute-ms.",
+)
+@click.option(
     "--repeats",
     type=click.IntRange(2),
     default=30,
@@ -196,7 +202,12 @@ def _measure(output: str, folder: str, words: dict[str, Any]) -> None:
     # Turn other recorders off: a process can have only one recorder, and the benchmark
     # records the waiting for late replicas.
     settings = Settings(summary="off", timeline="", nvtx=False)
-    with MultiWorkerMirroredStrategy(settings=settings) as strategy:
+    ranks = words.pop("ranks_per_replica")
+    try:
+        made = MultiWorkerMirroredStrategy(settings=settings, ranks_per_replica=ranks)
+    except ValueError as error:
+        raise BenchError(str(error)) from error
+    with made as strategy:
         options = Options(
             **words,
             repeats=repeats,
@@ -207,7 +218,7 @@ def _measure(output: str, folder: str, words: dict[str, Any]) -> None:
         launcher = launch_from_environment().launcher or "no launcher"
         command = f"{shlex.join(['hpcstrat', *sys.argv[1:]])} ({launcher})"
         path = run_scaling(strategy, ScalingRequest(options, output, command, _tell))
-        if strategy.replica_id == 0:
+        if strategy.writes:
             _tell(f"hpcstrat bench report {path} [FILES of other sizes] -o report.html")
 
 

@@ -178,8 +178,8 @@ def _is_of(point: dict[str, Any], part: Part, run: MeasuredRun) -> bool:
 
 
 def _turns(run: MeasuredRun) -> float:
-    """Return the factor by which computation takes longer if replicas share cores."""
-    return max(1.0, 1 / run.cores_per_replica)
+    """Return the factor by which computation takes longer if ranks share cores."""
+    return max(1.0, 1 / run.cores_per_rank)
 
 
 def _besides(base: Part, first: MeasuredRun, run: MeasuredRun) -> float:

@@ -1,4 +1,4 @@
-"""Timing of calls and steps: a repeat takes as long as its slowest replica.
+"""Timing of calls and steps: a repeat takes as long as its slowest rank.
 
 Calls are measured as in the OSU micro-benchmarks
 (https://mvapich.cse.ohio-state.edu/benchmarks/): there is a barrier before each repeat,
@@ -65,8 +65,8 @@ def _watched(part: Part, strategy: Strategy) -> Iterator[None]:
     spent = _times() - start
     # Count all cores of the host, because /proc/stat does, and not only the job's.
     cores = float(os.cpu_count() or 1)
-    own = np.array([[strategy.topology.worker_id, cores, *spent]])
-    part.others_share = worker_shares(np.asarray(strategy.gather(own, axis=0)))
+    own = np.array([strategy.all_ranks.topology.worker_id, cores, *spent])
+    part.others_share = worker_shares(_of_all_ranks(strategy, own))
 
 
 def _times() -> _Times:
@@ -91,7 +91,7 @@ def _busy_seconds() -> float:
 def worker_shares(rows: _Times) -> list[float]:
     """Return the share that other programs used, by worker; empty if unknown.
 
-    A row of ``rows`` has one replica's worker, number of cores, and seconds of
+    A row of ``rows`` has one rank's worker, number of cores, and seconds of
     `_times`.
     """
     if np.isnan(rows).any():
@@ -138,15 +138,15 @@ def fill_calls(
 
     # Discard the time of the first calls, which make plans and touch new memory.
     measured(_TRIAL_CALLS)
-    # The slowest replica's time determines the number of calls of all replicas.
-    trial = _gathered(strategy, np.array([measured(_TRIAL_CALLS)])).max()
+    # The slowest rank's time determines the number of calls of all ranks.
+    trial = _seconds(strategy, np.array([measured(_TRIAL_CALLS)])).max()
     wanted = math.ceil(_REPEAT_SECONDS * _TRIAL_CALLS / trial)
     count = part.calls_per_repeat = min(max(wanted, 1), _MOST_CALLS)
     with _watched(part, strategy), _without_collector():
         for _ in range(repeats.warm_up):
             measured(count)
         own = [measured(count) / count for _ in range(repeats.num)]
-    every = _gathered(strategy, np.array(own))
+    every = _seconds(strategy, np.array(own))
     part.seconds = every.max(axis=0).tolist()
 
 
@@ -171,14 +171,15 @@ def fill_steps(
             now = time.perf_counter_ns()
             own[:, index] = now - last, *_taken(found, part)
             last = now
-    every = _gathered(strategy, own)
-    # A step is complete only when the slowest replica has done it.
+    every = _seconds(strategy, own)
+    # A step is complete only when the slowest rank has done it.
     part.seconds = every[:, 0].max(axis=0).tolist()
     for row, name in enumerate(("own", *_OBSERVED)):
         setattr(part, f"{name}_seconds", every[:, row].mean(axis=0).tolist())
         # Store only the sum of each replica's repeats, because the single repeats of
         # thousands of replicas would need a large file.
-        part.replicas[f"{name}_seconds"] = every[:, row].sum(axis=1).tolist()
+        sums = every[:, row].sum(axis=1).reshape(strategy.num_replicas_in_sync, -1)
+        part.replicas[f"{name}_seconds"] = sums.mean(axis=1).tolist()
 
 
 def _do(step: Callable[[], object], number: int, repeats: Repeats) -> None:
@@ -196,9 +197,15 @@ def _taken(found: Totals, part: Part) -> tuple[int, ...]:
     return tuple(observed)
 
 
-def _gathered(strategy: Strategy, own: Any) -> Any:
-    """Gather all replicas' nanoseconds, as seconds; the first axis is the replica."""
-    return np.asarray(strategy.gather(own[None], axis=0)) / 1e9
+def _of_all_ranks(strategy: Strategy, own: Any) -> Any:
+    """Gather an array of each rank; the first axis of the result is the rank."""
+    calls = strategy.all_ranks.collectives
+    return np.asarray(calls.all_gather(own[None], 0, "bench"))
+
+
+def _seconds(strategy: Strategy, own: Any) -> Any:
+    """Gather all ranks' nanoseconds, as seconds; the first axis is the rank."""
+    return _of_all_ranks(strategy, own) / 1e9
 
 
 def compute(seconds: float) -> None:

@@ -110,14 +110,14 @@ def _replica_axis(axes: Any, series: Sequence[Series]) -> None:
     shared = [
         point.run.num_replicas
         for point in _sizes(series)
-        if point.run.cores_per_replica < 1
+        if point.run.cores_per_rank < 1
     ]
     if shared:
         fewer = [count for count in counts if count < min(shared)]
         start = (min(shared) * fewer[-1]) ** 0.5 if fewer else counts[0] / 1.25
         axes.axvspan(start, counts[-1] * 1.25, color="#f1ece0", zorder=-1, lw=0)
         axes.annotate(
-            "cores per replica < 1",
+            "cores per rank < 1",
             (start, 0.015),
             xycoords=("data", "axes fraction"),
             xytext=(4, 0),

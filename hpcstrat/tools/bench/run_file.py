@@ -8,8 +8,9 @@ file. Sizes are in bytes, and times are in seconds::
      "topology": {
       "num_replicas": 4,
       "replicas_per_worker": [2, 2],   a worker: the replicas that share a node's memory
-      "cores_per_worker": [2, 2],      the cores on which its replicas may run
+      "cores_per_worker": [2, 2],      the cores on which their ranks may run
       "worker_of_replica": [0, 0, 1, 1],
+      "ranks_per_replica": 1,          missing in files of earlier versions
       "device": "CPU"
      },
      "reduction": {                    the options of sums over replicas
@@ -34,8 +35,8 @@ file. Sizes are in bytes, and times are in seconds::
       "session": 0,                    index of the session that measured it
       "batch_size": 64,                examples of all replicas; 0 if there is no batch
       "calls_per_repeat": 1,
-      "seconds": [...],                of each repeat, per call, of the slowest replica
-      "own_seconds": [...],            mean of the replicas, like all times below
+      "seconds": [...],                of each repeat, per call, of the slowest rank
+      "own_seconds": [...],            mean of the ranks, like all times below
       "late_seconds": [...],           waiting for replicas that arrive later
       "communication_seconds": [...],  in calls, after all replicas have arrived
       "input_seconds": [...],          in next() of a data set
@@ -44,8 +45,9 @@ file. Sizes are in bytes, and times are in seconds::
       "algorithm": "reduce_in_memory", that sums "nbytes" bytes; empty if there is
       "piece_bytes": 262144,           a single replica
       "others_share": [0.01, 0.02],    of each worker's host, used by other programs
-      "replicas": {                    sums over the repeats, one for each replica
-       "own_seconds": [...], "late_seconds": [...],
+      "replicas": {                    sums over the repeats, one for each replica,
+       "own_seconds": [...],           means of its ranks
+       "late_seconds": [...],
        "communication_seconds": [...], "input_seconds": [...]
       }
      }],
@@ -170,12 +172,24 @@ class MeasuredRun:
         return len(self.topology["replicas_per_worker"])
 
     @property
-    def cores_per_replica(self) -> float:
-        """The smallest number of cores per replica; below 1, replicas share cores."""
+    def ranks_per_replica(self) -> int:
+        """The number of ranks of each replica."""
+        return int(self.topology["ranks_per_replica"])
+
+    @property
+    def cores_per_rank(self) -> float:
+        """The smallest number of cores per rank; below 1, ranks share cores."""
         pairs = zip(
             self.topology["cores_per_worker"], self.replicas_per_worker, strict=True
         )
-        return float(min(cores / replicas for cores, replicas in pairs))
+        smallest = min(cores / replicas for cores, replicas in pairs)
+        return float(smallest / self.ranks_per_replica)
+
+    @property
+    def of_ranks(self) -> str:
+        """The words that follow "replicas" if these have several ranks, or ""."""
+        count = self.ranks_per_replica
+        return f" of {count} ranks each" if count > 1 else ""
 
     @property
     def layout(self) -> str:
@@ -290,7 +304,7 @@ def _parsed(content: dict[str, Any], path: str) -> MeasuredRun:
     # Drop fields of later versions of hpcstrat, which this version does not know.
     known = {part_field.name for part_field in fields(Part)}
     run = MeasuredRun(
-        topology=dict(content["topology"]),
+        topology={"ranks_per_replica": 1, **content["topology"]},
         reduction=dict(content["reduction"]),
         sessions=list(content["sessions"]),
         links=dict(content["links"]),
@@ -322,7 +336,9 @@ def _check_topology(run: MeasuredRun) -> None:
     # Check the sizes first, because the check of the cores divides by them.
     if min(sizes, default=0) < 1 or sum(sizes) != run.num_replicas:
         raise ValueError(f"{run.num_replicas} replicas, of other numbers per worker")
-    if run.cores_per_replica <= 0:
+    if run.ranks_per_replica < 1:
+        raise ValueError(f"{run.ranks_per_replica} ranks of a replica")
+    if run.cores_per_rank <= 0:
         raise ValueError("a worker without cores")
     if Counter(run.topology["worker_of_replica"]) != dict(enumerate(sizes)):
         raise ValueError("replicas of other workers than these")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import importlib.metadata
@@ -43,7 +44,7 @@ class ScalingRequest:
     """The parts to measure, and the file for the results.
 
     ``output`` is the path of the file; in it, ``{n}`` is replaced by the number of
-    replicas. ``tell`` prints a line; only replica 0 calls it.
+    replicas. ``tell`` prints a line; only one rank calls it.
     """
 
     options: Options
@@ -55,10 +56,11 @@ class ScalingRequest:
 def run_scaling(strategy: Strategy, wish: ScalingRequest) -> str:
     """Measure the parts that are missing in the file, and return its path.
 
-    Collective over the strategy's replicas. Raises BenchError on every rank if the file
-    is from a different run, or cannot be written. If the user's step fails on a rank,
-    this rank raises the error of the step, and the other ranks raise ReplicaError.
-    Measurements that are already in the file are kept.
+    Collective over all ranks of the strategy. Raises BenchError on every rank if the
+    file is from a different run, or cannot be written. If the user's step fails on a
+    rank, this rank raises the error of the step, and the other ranks raise
+    ReplicaError; if replicas have several ranks, this rank alone raises. Measurements
+    that are already in the file are kept.
     """
     # Do not use str.format, because a path may have other braces.
     path = wish.output.replace("{n}", str(strategy.num_replicas_in_sync))
@@ -68,9 +70,9 @@ def run_scaling(strategy: Strategy, wish: ScalingRequest) -> str:
     missing = [p for p in plan if any(run.part(part.key) is None for part in p.parts)]
     if wish.options.step:
         # Load the function now, so that an error does not occur only after minutes.
-        with strategy.collectives.section("--step"):
+        with _section(strategy, "--step"):
             load_function(wish.options.step)
-    if strategy.replica_id == 0:
+    if strategy.writes:
         done = len(plan) - len(missing)
         wish.tell(f"{path}: {done} of {len(plan)} parts are measured already")
     if not missing:
@@ -80,7 +82,7 @@ def run_scaling(strategy: Strategy, wish: ScalingRequest) -> str:
     _prepare(strategy, run, wish.options, path)
     for number, item in enumerate(missing, 1):
         begun = f"[{number}/{len(missing)}] {item.title}"
-        with strategy.collectives.section(begun):
+        with _section(strategy, begun):
             item.measure(strategy)
         for part in item.parts:
             _describe_reduction(part, strategy)
@@ -89,16 +91,27 @@ def run_scaling(strategy: Strategy, wish: ScalingRequest) -> str:
         run.parts = [part for part in run.parts if part.key not in known]
         run.parts.extend(item.parts)
         _on_first(strategy, functools.partial(_write, run, path))
-        if strategy.replica_id == 0:
+        if strategy.writes:
             wish.tell(f"{begun}: {_times(item)}")
     return path
+
+
+def _section(strategy: Strategy, what: str) -> contextlib.AbstractContextManager[None]:
+    """Return a section, whose errors all ranks raise.
+
+    With replicas of several ranks, an error on one rank ends the job instead: the other
+    ranks may wait for this rank in calls inside of the replica.
+    """
+    if strategy.inside.size > 1:
+        return contextlib.nullcontext()
+    return strategy.collectives.section(what)
 
 
 def _prepare(strategy: Strategy, run: MeasuredRun, options: Options, path: str) -> None:
     """Measure the links, and write the file of rows that the parts read."""
     # If a file is continued, its links are valid: `_open` requires the same ranks.
     if not run.links:
-        with strategy.collectives.section("links"):
+        with _section(strategy, "links"):
             run.links = _links(measure_links(strategy.topology))
     run.reduction = _reduction(strategy)
 
@@ -111,9 +124,9 @@ def _prepare(strategy: Strategy, run: MeasuredRun, options: Options, path: str) 
 
 
 def _on_first(strategy: Strategy, action: Callable[[], Any]) -> Any:
-    """Call a function on replica 0; return its result, or raise, on all replicas."""
+    """Call a function on one rank; return its result, or raise, on all ranks."""
     outcome: Any = None
-    if strategy.replica_id == 0:
+    if strategy.writes:
         try:
             outcome = "", action()
         except BenchError as error:
@@ -163,7 +176,7 @@ def _write(run: MeasuredRun, path: str) -> None:
 def _topology(strategy: Strategy) -> dict[str, Any]:
     """Return the entry ``topology`` of the file; collective over the replicas."""
     topology = strategy.topology
-    own = topology.worker_comm.size, topology.num_cores
+    own = topology.worker_comm.size, strategy.all_ranks.topology.num_cores
     pairs = _of_workers(strategy, own)
     return {
         "num_replicas": topology.num_replicas,
@@ -172,6 +185,7 @@ def _topology(strategy: Strategy) -> dict[str, Any]:
         "worker_of_replica": strategy.collectives.all_gather_object(
             topology.worker_id, "bench"
         ),
+        "ranks_per_replica": strategy.inside.size,
         "device": strategy.device.partition(":")[0],
     }
 

@@ -27,7 +27,7 @@ _SHARES = {
 def verdicts(series: Sequence[Any]) -> Iterator[str]:
     """Yield, for weak and strong scaling, how many replicas to use and why not more."""
     for one in series:
-        points = [p for p in one.points if p.run.cores_per_replica >= 1]
+        points = [p for p in one.points if p.run.cores_per_rank >= 1]
         if one.name == "step" and len(points) > 1:
             yield f"{one.scaling.capitalize()} scaling: {_verdict(points)}"
 
@@ -49,7 +49,7 @@ def _verdict(points: Sequence[Any]) -> str:
 
 def _size(point: Any) -> str:
     replicas, nodes = point.run.num_replicas, point.run.num_workers
-    words = f"{replicas} replica{'s' * (replicas > 1)}"
+    words = f"{replicas} replica{'s' * (replicas > 1)}{point.run.of_ranks}"
     return f"{words} on {nodes} node{'s' * (nodes > 1)}"
 
 

@@ -100,7 +100,7 @@ def page(report: Report, pictures: Mapping[str, bytes]) -> str:
     version = runs[-1].sessions[-1]["versions"].get("hpcstrat", "")
     body = [
         "<h1>How this job scales</h1>",
-        f'<p class="under">{escape(sizes)} replicas on {len(hosts)} '
+        f'<p class="under">{escape(sizes)} replicas{runs[0].of_ranks} on {len(hosts)} '
         f"host{'s' * (len(hosts) > 1)}; measured {escape(started[0])} to "
         f"{escape(started[-1])} with hpcstrat {escape(version)}</p>",
         *[f'<p class="verdict">{escape(words)}</p>' for words in report.verdicts],
@@ -178,7 +178,7 @@ def _step_cells(point: Point) -> Cells:
     slowest = "" if point.run.num_replicas == 1 else (point.slowest_host or "none")
     return [
         point.run.layout,
-        f"{point.run.cores_per_replica:.3g}",
+        f"{point.run.cores_per_rank:.3g}",
         point.part.batch_size,
         _spread(point),
         f"{point.speed_up:.2f}",
@@ -344,7 +344,7 @@ def _table(
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     lines = [f"<tr>{head}</tr>"] if any(names) else []
     for number, cells in enumerate(rows):
-        shared = bool(runs) and runs[number].cores_per_replica < 1
+        shared = bool(runs) and runs[number].cores_per_rank < 1
         inner = "".join(_cell(cell) for cell in cells)
         lines.append(f"<tr{' class=shared' * shared}>{inner}</tr>")
     return f'<div class="wide"><table>{"".join(lines)}</table></div>'

@@ -265,7 +265,7 @@ def test_replicas_that_share_cores_are_said_and_expected_to_be_slow(
     contents = _contents()
     contents[2]["topology"]["cores_per_worker"] = [1]
     report = analyze(read_runs(save(*contents.values())))
-    assert "Cores per replica < 1 (down to 0.5) with 2 replicas" in report.notes[0]
+    assert "Cores per rank < 1 (down to 0.5) with 2 replicas" in report.notes[0]
     weak, _ = report.of("step")
     # The time of two replicas, corrected for the number of bytes.
     fewer = 2 * 2 * (800 - 4096) / BANDWIDTH
