@@ -75,7 +75,8 @@ class DivergenceError(CollectiveError):
     message : str
         A message with the variable, the element, and the different values.
     ranks : sequence of int
-        The replicas whose value differs from the value of most replicas.
+        The replicas whose value differs from the value of most replicas; for copies on
+        the ranks of one replica, the ranks of the job.
     variable : str
         Name of the first variable, in order of creation, whose copies differ. For
         ``check_equal``, path of the first different leaf, such as ``tree['bias'][0]``.

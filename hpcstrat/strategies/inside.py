@@ -464,15 +464,21 @@ class Inside:
         names: Sequence[str] | None = None,
         *,
         advice: str = _ADVICE,
+        splits: Sequence[Split] | None = None,
+        error: type[CollectiveError] = CollectiveError,
     ) -> None:
         """Raise CollectiveError if values differ between the ranks of the replica.
 
         Collective over the ranks of the replica, except in `divided` blocks. For the
-        library's own modules. ``names`` are names of the leaves for the message.
+        library's own modules. ``names`` are names of the leaves for the message. With
+        ``splits``, one for each leaf, ranks compare only leaves that are the same part
+        of a divided array.
         """
         if self.size == 1 or self._divided:
             return
         leaves = flatten(tree)[0]
+        # For each leaf, the rank with which each rank compares its value.
+        firsts = [self.first_copies(split) for split in splits or [()] * len(leaves)]
         own = np.empty(len(leaves), np.uint64)
         parts = [np.empty_like(own) for _ in range(self.size)]
 
@@ -483,30 +489,54 @@ class Inside:
         # If a rank has a value of a type that is not supported, all ranks raise.
         compared = f"comparison of values of {what}"
         self.collectives.call(compared, exchange)
-        if all(part.tobytes() == parts[0].tobytes() for part in parts):
+        if not splits and all(part.tobytes() == parts[0].tobytes() for part in parts):
             return
-        wrong = [
-            index
-            for index in range(len(leaves))
-            if len({int(part[index]) for part in parts}) > 1
-        ]
+        differs = np.array(
+            [
+                [part[i] != parts[first[p]][i] for i, first in enumerate(firsts)]
+                for p, part in enumerate(parts)
+            ]
+        )
+        wrong = np.flatnonzero(differs.any(axis=0)).tolist()
+        if not wrong:
+            return
         channel: Any = self.collectives.channel
         ranks = channel.topology.job_ranks
-        others = [
-            position
-            for position, part in enumerate(parts)
-            if (part[wrong] != parts[0][wrong]).any()
-        ]
+        others = np.flatnonzero(differs.any(axis=1)).tolist()
+        first = firsts[wrong[0]][others[0]]
+        among = f"the {self.size} ranks of replica {self._replica}"
+        if splits:
+            among = f"the ranks of replica {self._replica} that have the same part"
         which = ""
         if names is not None or len(leaves) > 1:
             which = f" of {_some([names[i] if names else f'value {i}' for i in wrong])}"
         found = _some([f"rank {ranks[p]} (position {p})" for p in others])
-        raise CollectiveError(
-            f"expected equal values{which} in {what} on the {self.size} ranks of "
-            f"replica {self._replica}, found other values on {found} than on rank "
-            f"{ranks[0]} (position 0); {advice}",
+        raise error(
+            f"expected equal values{which} in {what} on {among}, found other values on "
+            f"{found} than on rank {ranks[first]} (position {first}); {advice}",
             [ranks[position] for position in others],
         )
+
+    def first_copies(self, split: Split) -> list[int]:
+        """Return for each rank the first rank that has the same part of an array.
+
+        Not collective. For the library's own modules.
+        """
+        axes = [along for _, along in split]
+        if None in axes:
+            return list(range(self.size))
+        parts = [
+            [coords[axis] for axis in axes if axis is not None]
+            for coords in map(self.coords_of, range(self.size))
+        ]
+        return [parts.index(part) for part in parts]
+
+    def has_copies(self, split: Split) -> bool:
+        """Return whether several ranks of the replica have the same part of an array.
+
+        Not collective. For the library's own modules.
+        """
+        return self.first_copies(split) != list(range(self.size))
 
     def region(
         self, whole: Sequence[int], split: Split, position: int | None = None

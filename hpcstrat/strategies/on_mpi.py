@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,8 +19,9 @@ from hpcstrat.engine.options import CommunicationOptions, VariableOptions
 from hpcstrat.engine.settings import Settings
 from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.engine.typing import Tree
-from hpcstrat.errors import RankLostError, TopologyError
+from hpcstrat.errors import DivergenceError, RankLostError, TopologyError
 from hpcstrat.safety.divergence.copies import MirroredCopies
+from hpcstrat.safety.divergence.first_difference import ADVICE, Names
 from hpcstrat.safety.divergence.step_digests import StepDigests
 from hpcstrat.safety.watchdog import watchdog
 from hpcstrat.strategies.all_ranks import AllRanks
@@ -129,6 +131,9 @@ class MpiStrategy(LogicalDevices, Strategy):
         self._inner: ReplicaConnections | None = None
         self._all_ranks: AllRanks | None = None
         self._copies_inside: MirroredCopies | None = None
+        # The divided variables of which several ranks of a replica have the same part.
+        self._same_parts = weakref.WeakValueDictionary[int, DividedVariable]()
+        self._num_same_parts = 0
         # Other strategies may still use the connection after this strategy is closed.
         self._closed = False
         connection = self._connection = self._divided_connection(request)
@@ -187,9 +192,8 @@ class MpiStrategy(LogicalDevices, Strategy):
         self.inside.counted = [c.position for c in channels if c is not None]
         self._copies_inside = copies = inner.inside.copies
         if copies is not None:
-            copies.note = (
-                f"The replicas of this error are positions of replica {replica}."
-            )
+            ranks = inner.inside.topology.job_ranks
+            copies.names = Names("rank", f"all ranks of replica {replica}", ranks)
         everyone = self._everyone
         self._all_ranks = AllRanks(
             Collectives(everyone.channel), everyone.topology, everyone.settings
@@ -293,6 +297,9 @@ class MpiStrategy(LogicalDevices, Strategy):
         if variable.split is None:
             # The copies of the replica's ranks must be equal, too.
             copies.append(self._copies_inside)
+        elif self.inside.has_copies(variable.split):
+            self._num_same_parts += 1
+            self._same_parts[self._num_same_parts] = variable
         for compared in copies:
             if compared is not None:
                 compared.add(variable)
@@ -332,6 +339,26 @@ class MpiStrategy(LogicalDevices, Strategy):
         for copies in (self._connection.copies, self._copies_inside):
             if copies is not None:
                 copies.check()
+        if self._num_same_parts:
+            self._check_same_parts("check_divergence")
+
+    def _check_same_parts(self, what: str) -> None:
+        """Raise DivergenceError if ranks with the same part have other values of it.
+
+        Collective over the ranks of the replica.
+        """
+        alive = dict(sorted(self._same_parts.items()))
+        # The garbage collector may have freed a variable on some of the ranks.
+        told = self.inside.collectives.all_gather_object(list(alive), what)
+        variables = [v for n, v in alive.items() if all(n in own for own in told)]
+        self.inside.require_whole(
+            what,
+            [variable.component for variable in variables],
+            [f"variable {variable.name!r}" for variable in variables],
+            advice=ADVICE,
+            splits=[variable.split for variable in variables],
+            error=DivergenceError,
+        )
 
     @property
     def topology(self) -> Topology:

@@ -148,11 +148,20 @@ class PositionCopies(Copies):
             )
 
     def reduce(self, gradients: list[Any], out: list[Array] | None) -> list[Any]:
-        inside, names = self._strategy.inside, [v.name for v in self._variables]
+        inside, variables = self._strategy.inside, self._variables
+        names = [v.name for v in variables]
         whole = [own[i] for own in gradients for i in self._whole]
         if whole:
             named = [f"the gradient of {names[i]!r}" for i in self._whole]
             inside.require_whole("apply_gradients", whole, named * len(gradients))
+        if copied := [
+            i for i in self._divided if inside.has_copies(variables[i].split)
+        ]:
+            named = [f"the gradient of {names[i]!r}" for i in copied]
+            parts = [own[i] for own in gradients for i in copied]
+            splits = [variables[i].split for i in copied] * len(gradients)
+            many = named * len(gradients)
+            inside.require_whole("apply_gradients", parts, many, splits=splits)
         with inside.divided():
             return super().reduce(gradients, out)
 
@@ -164,7 +173,11 @@ class PositionCopies(Copies):
     def total(self, squares: Sequence[Any]) -> Any:
         total = sum(squares[i] for i in self._whole)
         if self._divided:
-            own = np.float64(sum(squares[i] for i in self._divided))
+            # Of ranks with the same part, only the first adds it.
+            inside, variables = self._strategy.inside, self._variables
+            firsts = {i: inside.first_copies(variables[i].split) for i in self._divided}
+            mine = [i for i, ranks in firsts.items() if inside.position in ranks]
+            own = np.float64(sum(squares[i] for i in mine))
             total = total + float(self._strategy.inside.sum(own))
         return total
 

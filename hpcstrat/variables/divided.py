@@ -14,6 +14,12 @@ from hpcstrat.variables.replicated import MirroredVariable
 
 __all__ = ["DividedVariable", "Split", "parse_split"]
 
+# Advice for ranks of a replica that have the same part of an array, on a grid.
+_ADVICE = (
+    "give the ranks with the same part the same values: sum along the axis of the "
+    "replica that does not divide the variable, for example"
+)
+
 Split = tuple[tuple[int, str | None], ...]
 """The divided axes of an array, each with the replica's axis that divides it."""
 
@@ -44,6 +50,7 @@ class DividedVariable(MirroredVariable):
             given = self._given_split
             self.split = parse_split(given, inside.shape, own.ndim, self.name)
             self.whole_shape = inside.whole_shape(own.shape, self.split)
+            self._require_equal_parts("creation", own)
             return own
 
         # An error on one rank is raised on all ranks of its replica.
@@ -51,11 +58,23 @@ class DividedVariable(MirroredVariable):
         own: Array = inside.collectives.call(what, made)
         return own
 
+    def _require_equal_parts(self, what: str, value: Any) -> None:
+        """Raise CollectiveError if ranks with the same part have other values of it."""
+        inside = self._strategy.inside
+        if inside.has_copies(self.split):
+            what, value = f"{what} of variable {self.name!r}", [value]
+            inside.require_whole(what, value, splits=[self.split], advice=_ADVICE)
+
     def _update(self, method: str, value: Any, read_value: bool) -> Any:
+        if self._mode() != "update":
+            own = self._strategy.local_value(value)
+            self._require_equal_parts(method, own)
         with self._strategy.inside.divided():
             return super()._update(method, value, read_value)
 
     def _scatter(self, method: str, rows: IndexedSlices) -> Any:
+        if self._mode() != "update":
+            self._require_equal_parts(method, rows)
         with self._strategy.inside.divided():
             return super()._scatter(method, rows)
 

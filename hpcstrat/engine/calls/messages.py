@@ -120,6 +120,8 @@ class Messages:
         comm: Any = None if channel is None else channel.topology.duplicate()
         most = None if comm is None else comm.Get_attr(channel.topology.mpi.TAG_UB)
         self._comm = comm
+        # The ranks in the job, which errors name.
+        self._job_ranks = [] if comm is None else channel.topology.job_ranks
         self._most_tag = (most or _LEAST_MOST_TAG) // _NUM_TAGS - 1
         # Headers that have not been compared yet, by source and tag.
         self._expected: dict[tuple[int, int], deque[_Expected]] = {}
@@ -152,7 +154,8 @@ class Messages:
     def receive(self, array: Array, source: int, tag: int, what: str) -> Transfer:
         """Start to receive a message into a contiguous array."""
         call = self._call(f"{what}(source={source}, tag={tag})", array, tag)
-        expected = _Expected(array, f"from rank {source} in {call.text}{_at_site()}")
+        name = 0 if self._comm is None else self._job_ranks[source]
+        expected = _Expected(array, f"from rank {name} in {call.text}{_at_site()}")
         if self._comm is None:
             kept = self._own.get(tag)
             if not kept:

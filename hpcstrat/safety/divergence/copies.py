@@ -31,7 +31,12 @@ from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.settings import Settings
 from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.errors import DivergenceError
-from hpcstrat.safety.divergence.first_difference import Copy, index_of, octets
+from hpcstrat.safety.divergence.first_difference import (
+    REPLICAS,
+    Copy,
+    index_of,
+    octets,
+)
 from hpcstrat.safety.divergence.tolerance import compare
 from hpcstrat.variables import MirroredVariable
 
@@ -63,8 +68,8 @@ class MirroredCopies:
 
     def __init__(self, channel: Channel, settings: Settings) -> None:
         self._channel = channel
-        # A note for errors, if the ranks of the channel are not replicas.
-        self.note = ""
+        # The words for the ranks of the channel in errors.
+        self.names = REPLICAS
         self._tolerance = settings.divergence_tolerance or 0.0
         self._rolls = not self._tolerance
         full = settings.divergence == "full"
@@ -209,10 +214,7 @@ class MirroredCopies:
     def _compare(
         self, comm: Any, copies: list[Copy], tolerance: float
     ) -> DivergenceError | None:
-        error = compare(comm, copies, tolerance)
-        if error is not None and self.note:
-            error.add_note(self.note)
-        return error
+        return compare(comm, copies, tolerance, self.names)
 
     def _common(self, comm: Any) -> tuple[list[Copy], bool]:
         """Return the variables alive on all ranks, and whether some are not.

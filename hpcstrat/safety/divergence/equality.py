@@ -24,10 +24,10 @@ from hpcstrat.engine.tree import flatten
 from hpcstrat.engine.typing import Array, Replicas, Tree
 from hpcstrat.errors import DivergenceError
 from hpcstrat.safety.divergence.first_difference import (
+    REPLICAS,
     digest_of,
     first_difference,
     most_common,
-    replicas_text,
 )
 
 __all__ = ["check_equal"]
@@ -195,7 +195,7 @@ def _difference(
     reference, ranks = most_common(structures)
     return DivergenceError(
         "expected trees of the same structure on all replicas, found "
-        f"{structures[ranks[0]]:.150} on {replicas_text(ranks)}, "
+        f"{structures[ranks[0]]:.150} on {REPLICAS.names(ranks)}, "
         f"{structures[reference]:.150} on replica {reference}; {_ADVICE}",
         ranks,
         "tree",
@@ -218,7 +218,7 @@ def _error(
         there = here = None
     if there or here:
         text = (
-            f"found {there or 'nothing'} on {replicas_text(ranks)}, "
+            f"found {there or 'nothing'} on {REPLICAS.names(ranks)}, "
             f"{here or 'nothing'} on replica {reference}"
         )
     else:

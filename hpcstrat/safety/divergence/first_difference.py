@@ -15,14 +15,15 @@ from hpcstrat.errors import DivergenceError
 
 __all__ = [
     "ADVICE",
+    "REPLICAS",
     "Copy",
+    "Names",
     "compare_bits",
     "digest_of",
     "first_difference",
     "index_of",
     "most_common",
     "octets",
-    "replicas_text",
 ]
 
 ADVICE = (
@@ -35,6 +36,39 @@ ADVICE = (
 # Two ranks search for their first difference in blocks of this size.
 _BLOCK_BYTES = 1 << 16
 _SHOWN_RANKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The words by which errors name the ranks of a communicator.
+
+    By default its ranks are replicas. ``numbers`` has a number for each rank, if it is
+    not the rank itself.
+    """
+
+    one: str = "replica"
+    every: str = "all replicas"
+    numbers: Sequence[int] = ()
+
+    def number(self, rank: int) -> int:
+        """Return the number that errors name."""
+        return self.numbers[rank] if self.numbers else rank
+
+    def name(self, rank: int) -> str:
+        """Return the words for one rank, such as ``replica 2``."""
+        return f"{self.one} {self.number(rank)}"
+
+    def names(self, ranks: Sequence[int]) -> str:
+        """Return the words for these ranks, or the first eight if there are more."""
+        found = [self.number(rank) for rank in ranks]
+        if len(found) > _SHOWN_RANKS:
+            shown = ", ".join(map(str, found[:_SHOWN_RANKS]))
+            return f"{len(found)} {self.one}s ({shown}, ...)"
+        return f"{self.one}s {found}"
+
+
+REPLICAS = Names()
+"""The names of ranks that are replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +97,9 @@ def octets(array: Array) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return rows
 
 
-def compare_bits(comm: Any, copies: Sequence[Copy]) -> DivergenceError | None:
+def compare_bits(
+    comm: Any, copies: Sequence[Copy], names: Names = REPLICAS
+) -> DivergenceError | None:
     """Compare the bits of arrays; return an error if ranks differ, or None.
 
     Collective over ``comm``; the arrays are in the same order on every rank.
@@ -82,14 +118,14 @@ def compare_bits(comm: Any, copies: Sequence[Copy]) -> DivergenceError | None:
     copy = copies[first]
     reference, ranks = most_common(comm.allgather(int(own[first])))
     text, element = first_difference(
-        comm, copy.array, copy.array.shape, reference, ranks
+        comm, copy.array, copy.array.shape, reference, ranks, names=names
     )
     more = len(differing) - 1
     others = f", and that {more} more variables differ" if more else ""
     return DivergenceError(
-        f"expected equal copies of variable {copy.name!r} on all replicas, "
+        f"expected equal copies of variable {copy.name!r} on {names.every}, "
         f"{text}{others}; {ADVICE}",
-        ranks,
+        [names.number(rank) for rank in ranks],
         variable=copy.name,
         element=element,
     )
@@ -101,6 +137,8 @@ def first_difference(
     shape: tuple[int, ...],
     reference: int,
     ranks: Sequence[int],
+    *,
+    names: Names = REPLICAS,
 ) -> tuple[str, tuple[int, ...]]:
     """Return a text about the first element that differs, and the element's index.
 
@@ -110,9 +148,9 @@ def first_difference(
     index, values = _first_element(comm, array, reference, ranks[0])
     element = index_of(index, shape)
     text = (
-        f"found differences from replica {reference} on {replicas_text(ranks)}, first "
-        f"in element {element}: {values[1]} on replica {ranks[0]}, {values[0]} on "
-        f"replica {reference}"
+        f"found differences from {names.name(reference)} on {names.names(ranks)}, "
+        f"first in element {element}: {values[1]} on {names.name(ranks[0])}, "
+        f"{values[0]} on {names.name(reference)}"
     )
     return text, element
 
@@ -185,11 +223,3 @@ def _distinct(own: tuple[str, str], other: tuple[str, str]) -> tuple[str, str]:
     if own[0] != other[0]:
         return own[0], other[0]
     return f"{own[0]} (0x{own[1]})", f"{other[0]} (0x{other[1]})"
-
-
-def replicas_text(ranks: Sequence[int]) -> str:
-    """Return a text that names the replicas, or the first eight if there are more."""
-    if len(ranks) > _SHOWN_RANKS:
-        shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
-        return f"{len(ranks)} replicas ({shown}, ...)"
-    return f"replicas {list(ranks)}"

@@ -15,11 +15,12 @@ from hpcstrat.engine.typing import Array
 from hpcstrat.errors import DivergenceError
 from hpcstrat.safety.divergence.first_difference import (
     ADVICE,
+    REPLICAS,
     Copy,
+    Names,
     compare_bits,
     index_of,
     most_common,
-    replicas_text,
 )
 
 __all__ = ["compare"]
@@ -29,7 +30,7 @@ _PIECE = 1 << 15
 
 
 def compare(
-    comm: Any, copies: Sequence[Copy], tolerance: float
+    comm: Any, copies: Sequence[Copy], tolerance: float, names: Names = REPLICAS
 ) -> DivergenceError | None:
     """Compare arrays between ranks; return the same error on all ranks, or None.
 
@@ -40,8 +41,9 @@ def compare(
     infinities must be in the same places.
     """
     if not tolerance:
-        return compare_bits(comm, copies)
-    error = compare_bits(comm, [c for c in copies if not _is_floating(c.array)])
+        return compare_bits(comm, copies, names)
+    others = [c for c in copies if not _is_floating(c.array)]
+    error = compare_bits(comm, others, names)
     if error is not None:
         return error
     from mpi4py import MPI
@@ -51,7 +53,7 @@ def compare(
     largest = np.array([_largest(_reals(c.array)) for c in floating])
     comm.Allreduce(MPI.IN_PLACE, largest, op=MPI.MAX)
     for copy, scale in zip(floating, largest, strict=True):
-        error = _compare_values(comm, copy, tolerance * float(scale))
+        error = _compare_values(comm, copy, tolerance * float(scale), names)
         if error is not None:
             return error
     return None
@@ -86,7 +88,9 @@ def _split(piece: Array) -> tuple[Array, Array]:
     return values, kinds
 
 
-def _compare_values(comm: Any, copy: Copy, allowed: float) -> DivergenceError | None:
+def _compare_values(
+    comm: Any, copy: Copy, allowed: float, names: Names
+) -> DivergenceError | None:
     from mpi4py import MPI
 
     reals = _reals(copy.array)
@@ -99,11 +103,13 @@ def _compare_values(comm: Any, copy: Copy, allowed: float) -> DivergenceError | 
         bad |= extremes[0] + extremes[1] > allowed
         if bad.any():
             place = start + int(np.argmax(bad))
-            return _error(comm, copy, place, allowed)
+            return _error(comm, copy, place, allowed, names)
     return None
 
 
-def _error(comm: Any, copy: Copy, place: int, allowed: float) -> DivergenceError:
+def _error(
+    comm: Any, copy: Copy, place: int, allowed: float, names: Names
+) -> DivergenceError:
     """Return an error that names ranks whose value at ``place`` differs too much."""
     reals = _reals(copy.array)
     found = np.array(comm.allgather(float(reals[place])))
@@ -119,10 +125,11 @@ def _error(comm: Any, copy: Copy, place: int, allowed: float) -> DivergenceError
     element = index_of(place * copy.array.size // reals.size, copy.array.shape)
     return DivergenceError(
         f"expected copies of variable {copy.name!r} that differ by at most "
-        f"{allowed:.3g} on all replicas, found {replicas_text(ranks)} farther from "
-        f"replica {reference}, first in element {element}: {found[ranks[0]]} on "
-        f"replica {ranks[0]}, {found[reference]} on replica {reference}; {ADVICE}",
-        ranks,
+        f"{allowed:.3g} on {names.every}, found {names.names(ranks)} farther from "
+        f"{names.name(reference)}, first in element {element}: {found[ranks[0]]} on "
+        f"{names.name(ranks[0])}, {found[reference]} on {names.name(reference)}; "
+        f"{ADVICE}",
+        [names.number(rank) for rank in ranks],
         variable=copy.name,
         element=element,
     )

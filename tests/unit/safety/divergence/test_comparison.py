@@ -11,10 +11,10 @@ from hpcstrat.engine.channel.disagreement import (
     only_fingerprints_differ,
 )
 from hpcstrat.safety.divergence.first_difference import (
+    REPLICAS,
     index_of,
     most_common,
     octets,
-    replicas_text,
 )
 
 
@@ -55,8 +55,8 @@ def test_most_replicas_are_the_measure(
 def test_places_and_replicas_as_text() -> None:
     assert repr(index_of(7, (2, 5))) == "(1, 2)"
     assert index_of(0, ()) == ()
-    assert replicas_text([1, 3]) == "replicas [1, 3]"
-    many = replicas_text(range(100))
+    assert REPLICAS.names([1, 3]) == "replicas [1, 3]"
+    many = REPLICAS.names(range(100))
     assert many == "100 replicas (0, 1, 2, 3, 4, 5, 6, 7, ...)"
 
 

@@ -205,6 +205,22 @@ def test_messages_that_the_program_drops_keep_their_memory(
     assert_usable(strategy, job)
 
 
+def test_errors_name_the_rank_of_the_job(make_strategy: Any, job: Any) -> None:
+    if job.size == 1:
+        pytest.skip("one rank has nobody to send to")
+    reverse = job.Split(0, -job.rank)
+    strategy = make_strategy(comm=reverse)
+    messages = Messages(strategy.collectives)
+    # The strategy's rank 0 is the last rank of the job.
+    if reverse.rank == 0:
+        outcome(messages.send(np.ones(3), 1, 0, "send").wait)
+    elif reverse.rank == 1:
+        error = outcome(messages.receive(np.ones(3, "f4"), 0, 0, "recv").wait)
+        assert f"from rank {job.size - 1} in recv" in str(error)
+    job.Barrier()
+    reverse.Free()
+
+
 def test_tags_that_mpi_does_not_have_are_refused(strategy: Any, job: Any) -> None:
     messages = Messages(strategy.collectives)
     for tag in (-1, 2**31):
