@@ -6,6 +6,7 @@ them, too: therefore this module imports next to nothing.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ __all__ = [
     "Launcher",
     "Scheduler",
     "is_of_launcher",
+    "keep_environment",
+    "own_environment",
 ]
 
 
@@ -170,3 +173,15 @@ SCHEDULERS = {
     "SGE": Scheduler(("JOB_ID", "SGE_TASK_ID"), ("PE_HOSTFILE",)),
 }
 """Schedulers. The innermost is first: Flux runs inside of jobs of the others."""
+
+_kept: dict[str, str] = {}
+
+
+def keep_environment() -> None:
+    """Let hpcstrat read this process's environment as it is now, also after changes."""
+    _kept.update(os.environ)
+
+
+def own_environment() -> Mapping[str, str]:
+    """Return the environment in which the launcher has started this process."""
+    return _kept or os.environ

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
-from hpcstrat._launchers import SCHEDULERS
+from hpcstrat._launchers import SCHEDULERS, own_environment
 
 __all__ = ["BatchJob", "batch_job_from_environment"]
 
@@ -104,7 +104,7 @@ def batch_job_from_environment(
     BatchJob or None
         The innermost job, if they are nested; None outside of a job.
     """
-    env = os.environ if environment is None else environment
+    env = own_environment() if environment is None else environment
     for name, scheduler in SCHEDULERS.items():
         if job_id := scheduler.job_id(env):
             # The ID has the task's number in a job array: each task is a job.
@@ -137,7 +137,7 @@ def _seconds(text: str) -> float:
 
 def _slurm_end(job: str) -> float | None:
     # Without a limit, SLURM_JOB_END_TIME is no number; Slurm before 23 does not set it.
-    said = os.environ.get("SLURM_JOB_END_TIME", "")
+    said = own_environment().get("SLURM_JOB_END_TIME", "")
     if not said.isdecimal():
         words = ["squeue", "--noheader", "--jobs", job, "--format=%e"]
         said = output_of(words, {**os.environ, "SLURM_TIME_FORMAT": "%s"}).strip()

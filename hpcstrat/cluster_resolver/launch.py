@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from hpcstrat._launchers import (
     MPICH_PROTOCOL,
     RUN_NAMES,
     SCHEDULERS,
+    own_environment,
 )
 from hpcstrat.cluster_resolver.batch_job import batch_job_from_environment
 from hpcstrat.cluster_resolver.node_list import expand_tasks_per_node
@@ -79,7 +79,7 @@ def launch_from_environment(environment: Mapping[str, str] | None = None) -> Lau
     Launch
         Values of the first known launcher whose rank and size are set as numbers.
     """
-    env = os.environ if environment is None else environment
+    env = own_environment() if environment is None else environment
     for launcher in LAUNCHERS:
         numbers = launcher.numbers(env)
         if numbers is not None:
@@ -101,7 +101,7 @@ def foreign_launch(
     only. The variables say nothing about MPI: in a job of MPI, the program or its job
     script may have set them, too.
     """
-    env = os.environ if environment is None else environment
+    env = own_environment() if environment is None else environment
     for launcher in FOREIGN_LAUNCHERS:
         numbers = launcher.numbers(env)
         if numbers is not None and numbers[1] > 1:
@@ -124,7 +124,7 @@ def run_name(environment: Mapping[str, str] | None = None) -> str:
     Not collective. It consists of the batch job's ID, the number of its requeues, and
     the launcher's name of the ranks. Empty without a scheduler and a launcher.
     """
-    env = os.environ if environment is None else environment
+    env = own_environment() if environment is None else environment
     job = batch_job_from_environment(env)
     found = [] if job is None else [job.job_id]
     names = [*(one.restarts for one in SCHEDULERS.values()), *RUN_NAMES]

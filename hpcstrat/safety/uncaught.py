@@ -17,6 +17,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from hpcstrat._launchers import own_environment
 from hpcstrat.engine.call_sites import is_of_program
 from hpcstrat.engine.logs import rank_on_host
 from hpcstrat.errors import ReplicaError
@@ -209,7 +210,7 @@ def abort(message: str, code: int) -> None:
 
 def _abort_quietly(mpi: Any, code: int) -> None:
     """End a job of Open MPI as MPI_Abort does, but without ten lines of output."""
-    if "PMIX_NAMESPACE" not in os.environ:
+    if "PMIX_NAMESPACE" not in own_environment():
         return
     try:
         end = ctypes.CDLL(mpi.__file__).PMIx_Abort

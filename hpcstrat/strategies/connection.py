@@ -360,6 +360,12 @@ class Connection:
 _connections: dict[Any, Connection] = {}
 
 
+def num_calls() -> int:
+    """Return the number of collective calls of this rank on open connections."""
+    channels = [connection.channel for connection in _connections.values()]
+    return sum(channel.num_calls for channel in channels if channel is not None)
+
+
 def _agree_on_settings(topology: Topology, given: Settings) -> Settings:
     """Return replica 0's settings; if these are wrong, raise the error on all ranks."""
     found: Settings | Exception | None = None

@@ -18,6 +18,7 @@ from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.cluster_resolver.launch import foreign_launch
 from hpcstrat.engine.logs import get_logger, set_rank
 from hpcstrat.engine.topology.mpi_settings import doubtful_settings, has_loaded_gtl
+from hpcstrat.engine.topology.mpi_wheels import second_library
 from hpcstrat.engine.topology.survival import choose_collectives, lost_ranks
 from hpcstrat.errors import TopologyError
 
@@ -191,8 +192,9 @@ def _warn_of_settings(mpi: Any) -> None:
     version = mpi.Get_library_version()
     doubts = doubtful_settings(os.environ, version, has_gtl=has_loaded_gtl())
     if launch_from_environment().rank == 0:
-        for doubt in doubts:
-            get_logger("start").warning("%s", doubt.text)
+        texts = [*(doubt.text for doubt in doubts), second_library(version)]
+        for text in filter(None, texts):
+            get_logger("start").warning("%s", text)
     elif doubts:
         # Other ranks wait here: the first rank whose MPI fails ends all ranks, maybe
         # before rank 0 has logged the warning.

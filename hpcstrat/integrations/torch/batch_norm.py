@@ -11,7 +11,7 @@ from hpcstrat.engine.options import ReduceOp
 from hpcstrat.integrations.torch.tensors import memory_of, torchs_stream
 from hpcstrat.strategies import Strategy
 
-__all__ = ["SyncBatchNorm"]
+__all__ = ["SyncBatchNorm", "normalize"]
 
 _WHAT = "batch normalization"
 
@@ -112,30 +112,40 @@ class SyncBatchNorm(_BatchNorm):
                 "expected a SyncBatchNorm with a strategy, found one that was loaded "
                 "from a file; call SyncBatchNorm.convert(module, strategy) again"
             )
-        output, mean, variance, count = strategy.collectives.call(
-            _WHAT, self._normalize, values, strategy
-        )
-        if self.training and self.running_mean is not None:
-            self._track(mean, variance, count)
-        return output
+        return normalize(self, values, strategy)
 
-    def _normalize(self, values: Any, strategy: Strategy) -> Any:
-        self._check_input_dim(values)
-        how = self.eps, strategy
-        return _Normalize.apply(values, self.weight, self.bias, how)
 
-    @torch.no_grad()
-    def _track(self, mean: Any, variance: Any, count: Any) -> None:
-        """Update running mean and variance, as torch does: with divisor n - 1."""
-        number, momentum = float(count), self.momentum
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if momentum is None:
-                momentum = 1 / float(self.num_batches_tracked)
-        unbiased = variance * (number / max(number - 1, 1))
-        pairs = (self.running_mean, mean), (self.running_var, unbiased)
-        for running, latest in pairs:
-            running.lerp_(latest.to(running.dtype), momentum)
+def normalize(layer: Any, values: Any, strategy: Strategy) -> Any:
+    """Normalize values by a layer of batch normalization, in training or without means.
+
+    Collective over the strategy's replicas.
+    """
+    output, mean, variance, count = strategy.collectives.call(
+        _WHAT, _normalized, layer, values, strategy
+    )
+    if layer.training and layer.running_mean is not None:
+        _track(layer, mean, variance, count)
+    return output
+
+
+def _normalized(layer: Any, values: Any, strategy: Strategy) -> Any:
+    SyncBatchNorm._check_input_dim(layer, values)
+    how = layer.eps, strategy
+    return _Normalize.apply(values, layer.weight, layer.bias, how)
+
+
+@torch.no_grad()
+def _track(layer: Any, mean: Any, variance: Any, count: Any) -> None:
+    """Update running mean and variance, as torch does: with divisor n - 1."""
+    number, momentum = float(count), layer.momentum
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        if momentum is None:
+            momentum = 1 / float(layer.num_batches_tracked)
+    unbiased = variance * (number / max(number - 1, 1))
+    pairs = (layer.running_mean, mean), (layer.running_var, unbiased)
+    for running, latest in pairs:
+        running.lerp_(latest.to(running.dtype), momentum)
 
 
 @torchs_stream()

@@ -10,7 +10,13 @@ from urllib.parse import urlparse
 from hpcstrat.integrations.frameworks import meeting_place
 from hpcstrat.strategies import MultiWorkerMirroredStrategy
 
-__all__ = ["init_env", "use_for_env"]
+__all__ = ["VARIABLES", "init_env", "use_for_env"]
+
+VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+    *("GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
+"""The variables that `init_env` sets."""
 
 # For each value of MASTER_PORT that `init_env` has set: whether a process group has
 # used this port.
@@ -35,20 +41,11 @@ def init_env() -> None:
     topology = strategy.topology
     address, port = meeting_place(strategy.collectives, topology.num_workers)
     rank, size = topology.replica_id, topology.num_replicas
-    values = {
-        "RANK": rank,
-        "WORLD_SIZE": size,
-        "LOCAL_RANK": topology.worker_comm.rank,
-        "LOCAL_WORLD_SIZE": topology.worker_comm.size,
-        "GROUP_RANK": topology.worker_id,
-        "GROUP_WORLD_SIZE": topology.num_workers,
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": size,
-        "MASTER_ADDR": address,
-        "MASTER_PORT": port,
-    }
+    local, worker = topology.worker_comm, topology.worker_id
+    values: list[int | str] = [rank, size, local.rank, local.size, worker]
+    values += [topology.num_workers, rank, size, address, port]
     strategy.close()
-    for name, value in values.items():
+    for name, value in zip(VARIABLES, values, strict=True):
         os.environ.setdefault(name, str(value))
     if os.environ["MASTER_PORT"] == str(port):
         _given[str(port)] = False

@@ -21,6 +21,7 @@ from hpcstrat.engine.gpu.probe.launching import find_launcher, scrubbed
 from hpcstrat.engine.settings import Settings
 from hpcstrat.engine.topology.bindings import CoreMasks, crowded_ranks, own_masks
 from hpcstrat.engine.topology.mpi_settings import doubtful_settings
+from hpcstrat.engine.topology.mpi_wheels import second_library
 from hpcstrat.tools.doctor.findings import Findings, names, rank_words
 
 __all__ = [
@@ -198,6 +199,8 @@ def _look_at_settings(found: Findings) -> None:
     version = found.library_version
     for doubt in doubtful_settings(os.environ, version, has_gtl=has_gtl):
         found.problem(doubt.name, doubt.text)
+    if second := second_library(version):
+        found.problem("second-mpi", second)
 
 
 def _look_at_gpus(found: Findings) -> None:

@@ -90,11 +90,11 @@ def run_job(folder: Path, on: str, words: list[str], pretend: bool) -> None:
     from mpi4py import MPI
 
     from hpcstrat.integrations.torch.environment import init_env
-    from hpcstrat.integrations.torch.torch_launcher import replace_backend
+    from hpcstrat.integrations.torch.program_groups import replace_backends
 
     init_env()
     if on != "gloo":
-        replace_backend("gloo")
+        replace_backends(["gloo"])
     comm = MPI.COMM_WORLD.Dup()
     os.environ["BACKEND"] = "gloo"
     # Set this before torch's tests look for GPUs.

@@ -1,0 +1,77 @@
+"""Notes for errors of programs that an option of ``hpcstrat torch`` can prevent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+__all__ = ["notes"]
+
+# Parts of messages of torch, what the program did, and the option that helps.
+_KNOWN = (
+    (
+        "Default process group has not been initialized",
+        "a program that makes its process group",
+        "that it made none, as programs do that make one for GPUs only",
+        "add --make-group",
+    ),
+    (
+        "device_ids and output_device arguments only work with",
+        "no device_ids for a module on CPUs",
+        "a program that passes them",
+        "add --on-cpus",
+    ),
+    (
+        "SyncBatchNorm expected input tensor to be on",
+        "no torch.nn.SyncBatchNorm on CPUs",
+        "a program that uses it",
+        "add --on-cpus",
+    ),
+    (
+        "SyncBatchNorm layers only work with GPU modules",
+        "no torch.nn.SyncBatchNorm on CPUs",
+        "a program that uses it",
+        "add --on-cpus",
+    ),
+    (
+        "device_id",
+        "no device_id for a group on CPUs",
+        "a program that passes it",
+        "add --on-cpus",
+    ),
+    (
+        "NCCL",
+        "a process group for CPUs",
+        "a program that asks for the backend nccl",
+        "add --replace nccl",
+    ),
+    (
+        "MPI built in",
+        "a process group that this torch has",
+        "a program that asks for the backend mpi",
+        "add --replace mpi",
+    ),
+    (
+        "trying to initialize the default process group twice",
+        "one default process group",
+        "a program that makes a second one",
+        "let it call destroy_process_group first, or leave out --make-group",
+    ),
+)
+_VARIABLES = (("SLURM", "slurm"), ("OMPI_", "openmpi"), ("TORCHELASTIC_", "torchrun"))
+
+
+def notes(error: BaseException) -> Iterator[str]:
+    """Yield a sentence if an option helps against an error; at most one."""
+    text = str(error)
+    if isinstance(error, KeyError):
+        for beginning, name in _VARIABLES:
+            if text.strip("'\"").startswith(beginning):
+                yield (
+                    f"hpcstrat torch: expected a program that needs no variable {text},"
+                    f" found one that reads it; add --set {name}"
+                )
+        return
+    for part, expected, found, advice in _KNOWN:
+        if part in text:
+            yield f"hpcstrat torch: expected {expected}, found {found}; {advice}"
+            return
