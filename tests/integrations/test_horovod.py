@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
@@ -60,3 +61,10 @@ def test_tests_of_horovod_itself(n: int) -> None:
     )
     print(finished.stdout)
     assert finished.returncode == 0
+
+
+@pytest.mark.parametrize("name", ["tensorflow", "keras", "tensorflow.keras"])
+def test_other_modules_of_horovod_are_refused_with_the_way_by_keras(name: str) -> None:
+    words = rf"found horovod.{name.partition('.')[0]}; train with model.fit of Keras 3"
+    with pytest.raises(ImportError, match=words):
+        importlib.import_module(f"hpcstrat.integrations.horovod.{name}")

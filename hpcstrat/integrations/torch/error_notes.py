@@ -6,52 +6,47 @@ from collections.abc import Iterator
 
 __all__ = ["notes"]
 
-# Parts of messages of torch, what the program did, and the option that helps.
+# Parts of torch's messages, what was expected of the program, what it did, and what
+# helps.
 _KNOWN = (
     (
-        "Default process group has not been initialized",
+        ("Default process group has not been initialized",),
         "a program that makes its process group",
         "that it made none, as programs do that make one for GPUs only",
         "add --make-group",
     ),
     (
-        "device_ids and output_device arguments only work with",
+        ("device_ids and output_device arguments only work with",),
         "no device_ids for a module on CPUs",
         "a program that passes them",
         "add --on-cpus",
     ),
     (
-        "SyncBatchNorm expected input tensor to be on",
+        ("SyncBatchNorm expected input tensor to be on", "SyncBatchNorm layers only"),
         "no torch.nn.SyncBatchNorm on CPUs",
         "a program that uses it",
         "add --on-cpus",
     ),
     (
-        "SyncBatchNorm layers only work with GPU modules",
-        "no torch.nn.SyncBatchNorm on CPUs",
-        "a program that uses it",
-        "add --on-cpus",
-    ),
-    (
-        "device_id",
+        ("device_id is an int, but no", "device_id cuda", "use a device_id with index"),
         "no device_id for a group on CPUs",
         "a program that passes it",
         "add --on-cpus",
     ),
     (
-        "NCCL",
+        ("NCCL built in", "ProcessGroupNCCL is only supported with GPUs"),
         "a process group for CPUs",
         "a program that asks for the backend nccl",
         "add --replace nccl",
     ),
     (
-        "MPI built in",
+        ("MPI built in",),
         "a process group that this torch has",
         "a program that asks for the backend mpi",
         "add --replace mpi",
     ),
     (
-        "trying to initialize the default process group twice",
+        ("trying to initialize the default process group twice",),
         "one default process group",
         "a program that makes a second one",
         "let it call destroy_process_group first, or leave out --make-group",
@@ -71,7 +66,7 @@ def notes(error: BaseException) -> Iterator[str]:
                     f" found one that reads it; add --set {name}"
                 )
         return
-    for part, expected, found, advice in _KNOWN:
-        if part in text:
+    for parts, expected, found, advice in _KNOWN:
+        if any(part in text for part in parts):
             yield f"hpcstrat torch: expected {expected}, found {found}; {advice}"
             return

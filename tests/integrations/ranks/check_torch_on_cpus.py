@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 
 from hpcstrat.integrations.torch import on_cpus, replacements
 from hpcstrat.integrations.torch.process_group import BACKEND
+from tests.docs.said import assert_said
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 DDP = nn.parallel.DistributedDataParallel
@@ -130,5 +131,8 @@ def test_a_request_for_cuda_names_its_line_and_the_remedy(job: Any, how: str) ->
         "set_device": lambda: torch.cuda.set_device(0),
     }
     words = r"it asks for CUDA at check_torch_on_cpus.py:\d+ \(.*; pass the program's"
-    with pytest.raises((AssertionError, AttributeError, RuntimeError), match=words):
+    kinds = AssertionError, AttributeError, RuntimeError
+    with pytest.raises(kinds, match=words) as caught:
         asks[how]()
+    text = str(caught.value).replace("check_torch_on_cpus.py", "train.py")
+    assert_said("asks-for-cuda", text)

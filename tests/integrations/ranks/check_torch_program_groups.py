@@ -12,6 +12,7 @@ from torch.distributed import distributed_c10d
 
 from hpcstrat.integrations.torch import program_groups, replacements
 from hpcstrat.integrations.torch.process_group import BACKEND
+from tests.docs.said import assert_said
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -74,8 +75,10 @@ def test_a_group_of_another_meaning_is_refused(
     torchs: None, job: Any, given: dict[str, Any], words: str
 ) -> None:
     program_groups.make_group(["nccl"])
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=words) as caught:
         dist.init_process_group(**given)
+    if given.get("backend") == "gloo":
+        assert_said("another-group", str(caught.value))
 
 
 def test_a_group_after_the_made_one_is_the_program_s(torchs: None, job: Any) -> None:

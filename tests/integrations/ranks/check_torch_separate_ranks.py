@@ -14,6 +14,7 @@ import torch.distributed as dist
 from hpcstrat.errors import TopologyError
 from hpcstrat.integrations.torch.process_group import BACKEND
 from hpcstrat.integrations.torch.separate_ranks import refuse_separate_ranks
+from tests.docs.said import assert_said
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -36,8 +37,9 @@ def test_ranks_without_a_group_are_refused(job: Any, step: Any) -> None:
         step()
         return
     words = f"{job.size} ranks train together, found no process group in the first"
-    with pytest.raises(TopologyError, match=words):
+    with pytest.raises(TopologyError, match=words) as caught:
         step()
+    assert_said("separate-ranks", str(caught.value))
 
 
 @pytest.mark.parametrize("uses", [False, True])

