@@ -9,6 +9,7 @@ from hpcstrat.data.distributed import (
 )
 from hpcstrat.data.elements import ArraySpec
 from hpcstrat.data.lineage import DatasetOptions
+from hpcstrat.data.measured_costs import MeasuredCosts
 from hpcstrat.data.rows import INFINITE, UNKNOWN
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "DatasetOptions",
     "DealtDataset",
     "DistributedDataset",
+    "MeasuredCosts",
     "StatefulDataset",
     "StreamDataset",
     "distribute_dataset",

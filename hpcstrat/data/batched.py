@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-from hpcstrat.data.batches import owned_first, rows_of
+from hpcstrat.data.batches import piece, rows_of
+from hpcstrat.data.costs import RowCosts
 from hpcstrat.data.elements import (
     CallIterator,
     as_element,
@@ -22,22 +24,25 @@ from hpcstrat.data.elements import (
     pad_and_stack,
     spec_of,
 )
+from hpcstrat.data.row_division import Division, OwnRowDivision
 from hpcstrat.data.rows import (
     INFINITE,
+    UNKNOWN,
+    Places,
     Rows,
     ShuffledRows,
     Stage,
     epoch_of_repetition,
 )
 from hpcstrat.engine.tree import flatten, tree_map
-from hpcstrat.engine.typing import Tree
+from hpcstrat.engine.typing import Array, Tree
 
 __all__ = [
+    "Batch",
     "Batched",
     "BatchesOfParent",
     "CachedBatches",
     "MappedBatches",
-    "OwnRowBatches",
     "PaddedBatches",
     "RepeatedBatches",
     "RowBatches",
@@ -47,28 +52,55 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch of successive rows: an epoch, and positions of its start and end."""
+
+    epoch: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
 class Batched(Stage):
     """A stage of batches with random access; ``num_rows`` may be INFINITE."""
 
-    batch_size: int
+    # Costs of the rows, if batches are made or divided by cost.
+    costs: RowCosts | None = None
 
-    def stop(self, position: int) -> int:
+    def stop(self, position: int, epoch: int) -> int:
         """Return the end position of the batch that begins at ``position``."""
         raise NotImplementedError
 
     def rows_before(self, batches: int) -> int:
-        """Return the number of rows in the first ``batches`` batches of an epoch."""
+        """Return the number of rows in the first ``batches`` batches of an epoch.
+
+        Not possible if the cardinality is UNKNOWN.
+        """
         raise NotImplementedError
 
-    def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
-        """Read rows ``first`` to ``last`` of the batch that begins at ``start``."""
+    def part(self, batch: Batch, num_replicas: int, replica: int) -> tuple[int, int]:
+        """Return ``first`` and ``last``, for `read`, of a replica's rows of a batch."""
         raise NotImplementedError
 
-    def owned(self, num_replicas: int, replicas: range) -> Batched:
-        """Return the same batches, with rows sorted by the replicas that own them.
+    def numbers(self, batch: Batch, first: int, last: int) -> Array:
+        """Return the numbers of rows that `read` returns, by which rows have costs."""
+        raise NotImplementedError
 
-        The piece of each replica then has as many of its own rows as fit. ``replicas``
-        are the replicas of this rank: its cache keeps only rows that these own.
+    def batch_at(self, epoch: int, start: int) -> Batch:
+        """Return the batch that begins at ``start``."""
+        return Batch(epoch, start, self.stop(start, epoch))
+
+    def read(self, batch: Batch, first: int, last: int) -> Tree:
+        """Read rows ``first`` to ``last`` of a batch, as replicas divide it."""
+        raise NotImplementedError
+
+    def divided(self, divide: Callable[[RowBatches], Division | None]) -> Batched:
+        """Return the same batches, whose rows replicas divide by another rule.
+
+        ``divide`` returns the rule; with None, the batches stay as they are.
         """
         raise NotImplementedError
 
@@ -77,27 +109,45 @@ class Batched(Stage):
 
         def step() -> Tree:
             nonlocal position
-            start = position
-            if start == self.num_rows:
+            if position == self.num_rows:
                 raise StopIteration
-            position = self.stop(start)
-            return self.read(epoch, start, 0, position - start)
+            batch = self.batch_at(epoch, position)
+            position = batch.stop
+            return self.read(batch, 0, len(batch))
 
         return CallIterator(step)
 
 
 class RowBatches(Batched):
-    """Batches of successive rows."""
+    """Batches of successive rows.
 
-    def __init__(self, rows: Rows, size: int, *, drop_remainder: bool) -> None:
+    ``size`` may be None if ``costs`` have a limit of the cost of a batch.
+    """
+
+    # The rule by which replicas divide a batch; None: into `piece`s, in order.
+    _division: Division | None = None
+
+    def __init__(
+        self,
+        rows: Rows,
+        size: int | None,
+        *,
+        drop_remainder: bool,
+        costs: RowCosts | None = None,
+    ) -> None:
         self.rows, self.parents = rows, [rows]
-        self.batch_size = size
+        self.batch_size, self.costs = size, costs
         self.drop_remainder = drop_remainder
         drop = ", the last only if full" if drop_remainder else ""
-        self.words = f"in batches of {size}{drop}"
+        self.words = f"in batches of {size or 'rows'}{drop}"
+        if costs is not None:
+            self.words += f" {costs.words}"
         num_rows = rows.cardinality
         if num_rows == INFINITE:
             self.num_rows = self.cardinality = INFINITE
+            return
+        if size is None or (costs is not None and costs.max_cost is not None):
+            self.num_rows, self.cardinality = num_rows, UNKNOWN
             return
         full, rest = divmod(num_rows, size)
         self.cardinality = full + (rest > 0 and not drop_remainder)
@@ -106,22 +156,55 @@ class RowBatches(Batched):
     def order_words(self) -> str:
         return f"{self.rows.order_words()}, in batches of {self.num_rows} rows together"
 
-    def stop(self, position: int) -> int:
-        end = position + self.batch_size
-        return end if self.num_rows == INFINITE else min(end, self.num_rows)
+    def stop(self, position: int, epoch: int) -> int:
+        ends = [] if self.batch_size is None else [position + self.batch_size]
+        if self.num_rows != INFINITE:
+            ends.append(self.num_rows)
+        end = min(ends, default=None)
+        if self.costs is not None and self.costs.max_cost is not None:
+            return self.costs.stop(position, end, epoch)
+        assert end is not None
+        return end
 
     def rows_before(self, batches: int) -> int:
+        assert self.batch_size is not None
         start = batches * self.batch_size
         return start if self.num_rows == INFINITE else min(start, self.num_rows)
 
-    def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
-        return self.rows.read(slice(start + first, start + last), epoch)
+    def part(self, batch: Batch, num_replicas: int, replica: int) -> tuple[int, int]:
+        if self._division is None:
+            return piece(len(batch), num_replicas, replica)
+        return self._division.part(batch.epoch, batch.start, batch.stop, replica)
+
+    def places(self, batch: Batch, first: int, last: int) -> Places:
+        """Return the places of rows ``first`` to ``last`` of a batch."""
+        if self._division is None:
+            return slice(batch.start + first, batch.start + last)
+        order = self._division.order(batch.epoch, batch.start, batch.stop)
+        return batch.start + order[first:last]
+
+    def numbers(self, batch: Batch, first: int, last: int) -> Array:
+        assert self.costs is not None
+        return self.costs.numbers(self.places(batch, first, last), batch.epoch)
+
+    def read(self, batch: Batch, first: int, last: int) -> Tree:
+        return self.rows.read(self.places(batch, first, last), batch.epoch)
 
     def spec(self) -> Tree:
         length = self.batch_size if self.drop_remainder else None
         return batched_spec(self.rows.spec(), length)
 
-    def owned(self, num_replicas: int, replicas: range) -> Batched:
+    def divided(self, divide: Callable[[RowBatches], Division | None]) -> Batched:
+        made = copy.copy(self)
+        made._division = divide(self)
+        return made
+
+    def own_rows(self, num_replicas: int, replicas: range) -> Division | None:
+        """Return the rule that gives rows to the replicas that own them.
+
+        ``replicas`` are the replicas of this rank: its cache keeps only rows that these
+        own.
+        """
         count = self.rows.num_homes
         if count == INFINITE:
             raise ValueError(
@@ -131,30 +214,7 @@ class RowBatches(Batched):
         ends = replicas.start, replicas.stop
         first, last = (-(-r * count // num_replicas) for r in ends)
         self.rows.keep(first, last)
-        return OwnRowBatches(self, num_replicas)
-
-
-class OwnRowBatches(RowBatches):
-    """Batches whose rows are sorted by the replicas that own them.
-
-    Each replica owns an equal part of the source's rows, so that a rank reads mostly
-    the same rows, from its cache, in each epoch. The method is SOLAR (Sun et al. 2022,
-    arXiv:2211.00224).
-    """
-
-    def __init__(self, batches: RowBatches, num_replicas: int) -> None:
-        super().__init__(
-            batches.rows, batches.batch_size, drop_remainder=batches.drop_remainder
-        )
-        self.words += ", own rows first"
-        self._num_replicas = num_replicas
-
-    def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
-        stop, count = self.stop(start), self._num_replicas
-        homes = self.rows.homes(slice(start, stop), epoch)
-        owners = homes * count // self.rows.num_homes
-        places = start + owned_first(owners, count)[first:last]
-        return self.rows.read(places, epoch)
+        return OwnRowDivision(self.rows.homes, count, num_replicas)
 
 
 class PaddedBatches(RowBatches):
@@ -173,13 +233,13 @@ class PaddedBatches(RowBatches):
         self.words += ", padded"
         self._shapes, self._values = shapes, values
 
-    def owned(self, num_replicas: int, replicas: range) -> Batched:
-        """Return ``self``, because each rank reads all rows of a batch anyway."""
-        return self
+    def own_rows(self, num_replicas: int, replicas: range) -> Division | None:
+        """Return None, because each rank reads all rows of a batch anyway."""
+        return None
 
-    def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
+    def read(self, batch: Batch, first: int, last: int) -> Tree:
         """Read the whole batch, because its longest row determines the padded shape."""
-        rows = self.rows.elements(slice(start, self.stop(start)), epoch)
+        rows = self.rows.elements(self.places(batch, 0, len(batch)), batch.epoch)
         return rows_of(pad_and_stack(rows, self._shapes, self._values), first, last)
 
     def spec(self) -> Tree:
@@ -214,15 +274,30 @@ class BatchesOfParent(Batched):
 
     def _set_parent(self, parent: Batched) -> None:
         self.parent, self.parents = parent, [parent]
+        self.costs = parent.costs
 
-    def stop(self, position: int) -> int:
-        return self.parent.stop(position)
+    def of_parent(self, batch: Batch) -> Batch:
+        """Return the same batch with the epoch and positions that the parent uses."""
+        return batch
+
+    def stop(self, position: int, epoch: int) -> int:
+        inner = self.of_parent(Batch(epoch, position, position))
+        return position - inner.start + self.parent.stop(inner.start, inner.epoch)
+
+    def part(self, batch: Batch, num_replicas: int, replica: int) -> tuple[int, int]:
+        return self.parent.part(self.of_parent(batch), num_replicas, replica)
+
+    def numbers(self, batch: Batch, first: int, last: int) -> Array:
+        return self.parent.numbers(self.of_parent(batch), first, last)
+
+    def read(self, batch: Batch, first: int, last: int) -> Tree:
+        return self.parent.read(self.of_parent(batch), first, last)
 
     def rows_before(self, batches: int) -> int:
         return self.parent.rows_before(batches)
 
-    def owned(self, num_replicas: int, replicas: range) -> Batched:
-        return self.after(self.parent.owned(num_replicas, replicas))
+    def divided(self, divide: Callable[[RowBatches], Division | None]) -> Batched:
+        return self.after(self.parent.divided(divide))
 
     def after(self, parent: Batched) -> Batched:
         """Return a copy of this stage that changes the batches of another parent."""
@@ -241,22 +316,19 @@ class RepeatedBatches(BatchesOfParent):
         super().__init__(parent, f"{count} times")
         self._repetitions = count
         self.num_rows = INFINITE if count < 0 else parent.num_rows * count
-        self.cardinality = INFINITE if count < 0 else parent.cardinality * count
+        if count < 0 or parent.cardinality >= 0:
+            self.cardinality = INFINITE if count < 0 else parent.cardinality * count
 
-    def stop(self, position: int) -> int:
-        repetition, inner = divmod(position, self.parent.num_rows)
-        return repetition * self.parent.num_rows + self.parent.stop(inner)
+    def of_parent(self, batch: Batch) -> Batch:
+        repetition, start = divmod(batch.start, self.parent.num_rows)
+        epoch = epoch_of_repetition(batch.epoch, self._repetitions, repetition)
+        return Batch(epoch, start, start + len(batch))
 
     def rows_before(self, batches: int) -> int:
         if self.num_rows != INFINITE:
             batches = min(batches, self.cardinality)
         repetition, inner = divmod(batches, self.parent.cardinality)
         return repetition * self.parent.num_rows + self.parent.rows_before(inner)
-
-    def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
-        repetition, inner = divmod(start, self.parent.num_rows)
-        own = epoch_of_repetition(epoch, self._repetitions, repetition)
-        return self.parent.read(own, inner, first, last)
 
 
 class SomeBatches(BatchesOfParent):
@@ -277,8 +349,12 @@ class SomeBatches(BatchesOfParent):
         parent = self.parent.order_words()
         return f"{parent}, {self.num_rows} rows from {self._start}"
 
-    def stop(self, position: int) -> int:
-        end = self.parent.stop(position + self._start) - self._start
+    def of_parent(self, batch: Batch) -> Batch:
+        before = self._start
+        return Batch(batch.epoch, batch.start + before, batch.stop + before)
+
+    def stop(self, position: int, epoch: int) -> int:
+        end = super().stop(position, epoch)
         # A position of other batches of the same rows need not be where a batch begins.
         return end if self.num_rows == INFINITE else min(end, self.num_rows)
 
@@ -286,9 +362,6 @@ class SomeBatches(BatchesOfParent):
         if self.cardinality != INFINITE:
             batches = min(batches, self.cardinality)
         return self.parent.rows_before(self._first + batches) - self._start
-
-    def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
-        return self.parent.read(epoch, start + self._start, first, last)
 
 
 class MappedBatches(BatchesOfParent):
@@ -301,20 +374,20 @@ class MappedBatches(BatchesOfParent):
         super().__init__(parent, f"mapped by {name_of(function)}")
         self._function = function
 
-    def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
+    def read(self, batch: Batch, first: int, last: int) -> Tree:
         """Read and map the whole batch, because the function may mix its rows."""
-        size = self.stop(start) - start
-        batch = self._made(self.parent.read(epoch, start, 0, size))
+        size = len(batch)
+        made = self._made(self.parent.read(batch, 0, size))
         if (first, last) == (0, size):
-            return batch
-        lengths = {leaf.shape[:1] for leaf in flatten(batch)[0]}
+            return made
+        lengths = {leaf.shape[:1] for leaf in flatten(made)[0]}
         if lengths != {(size,)}:
             raise ValueError(
                 f"expected {size} rows from the function that maps a batch, as many as "
                 f"it got, found {sorted(lengths)}; map the rows before batch(), or "
                 "distribute an iterable"
             )
-        return rows_of(batch, first, last)
+        return rows_of(made, first, last)
 
     def _made(self, batch: Tree) -> Tree:
         return as_element(call_with(self._function, batch))
@@ -332,14 +405,17 @@ class CachedBatches(BatchesOfParent):
 
     def __init__(self, parent: Batched) -> None:
         super().__init__(parent, "cached")
-        self._kept: dict[tuple[int, int, int], Tree] = {}
+        self._kept: dict[tuple[Batch, int, int], Tree] = {}
 
-    def owned(self, num_replicas: int, replicas: range) -> Batched:
-        return CachedBatches(self.parent.owned(num_replicas, replicas))
+    def of_parent(self, batch: Batch) -> Batch:
+        return replace(batch, epoch=0)
 
-    def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
-        key = start, first, last
-        batch = self._kept.get(key)
-        if batch is None:
-            batch = self._kept[key] = self.parent.read(0, *key)
-        return tree_map(lambda leaf: leaf.copy(), batch)
+    def divided(self, divide: Callable[[RowBatches], Division | None]) -> Batched:
+        return CachedBatches(self.parent.divided(divide))
+
+    def read(self, batch: Batch, first: int, last: int) -> Tree:
+        key = self.of_parent(batch), first, last
+        found = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = self.parent.read(*key)
+        return tree_map(lambda leaf: leaf.copy(), found)

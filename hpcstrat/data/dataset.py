@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.data import batch_streams, stages, streams
-from hpcstrat.data.batched import Batched, shuffled_rows
+from hpcstrat.data.batched import Batch, Batched, shuffled_rows
+from hpcstrat.data.costs import costs_of_batches
 from hpcstrat.data.elements import as_element, call_program, writable
 from hpcstrat.data.files.rows import FileRows, files_of, matching_files
 from hpcstrat.data.joined_rows import MixedRows
@@ -414,23 +415,44 @@ class Dataset:
 
     def batch(
         self,
-        batch_size: int,
+        batch_size: int | None = None,
         drop_remainder: bool = False,
         num_parallel_calls: int | None = None,
         deterministic: bool | None = None,
+        *,
+        costs: Any = None,
+        max_cost: float | None = None,
+        equal_rows: bool = False,
     ) -> Dataset:
         """Stack successive elements into global batches.
 
-        Not collective.
+        Not collective. With ``costs``, replicas divide each global batch so that the
+        largest sum of costs is small: each row, in decreasing order of cost, goes to
+        the replica with the smallest sum so far (Graham 1969, doi:10.1137/0117039).
+        Replicas may then have different numbers of rows. Which rows are in a global
+        batch, and the order of batches, does not depend on the division.
 
         Parameters
         ----------
-        batch_size : int
-            Number of elements in a global batch.
+        batch_size : int, optional
+            Number of elements in a global batch; may be omitted with ``max_cost``.
         drop_remainder : bool
             Whether to leave out a last batch that is not full.
         num_parallel_calls, deterministic : optional
             Ignored.
+        costs : array_like, str, callable or MeasuredCosts, optional
+            Costs >= 0 of the rows, in any unit: an array of shape (num_rows,), for the
+            rows in the order that they have before `shuffle` and `repeat`; the name of
+            a column; a function of an element (items of a tuple become arguments),
+            which is called once for each row; or costs that are measured. When the data
+            set is distributed, the ranks compute the costs of a column or a function
+            together, each for a part of the rows.
+        max_cost : float, optional
+            Greatest sum of costs of a global batch: a batch ends before the row that
+            would exceed it. The number of batches is not known before an iteration.
+        equal_rows : bool
+            Whether replicas get equal numbers of rows, up to one, for programs that
+            need it, at the price of a slightly larger difference in costs.
 
         Returns
         -------
@@ -440,10 +462,22 @@ class Dataset:
         Raises
         ------
         ValueError
-            If the size is below 1; during iteration, if elements have different shapes.
+            If the size is below 1, or neither a size nor ``max_cost`` is given; if
+            ``costs`` are given for a stream, or for rows without an end; when the data
+            set is distributed or iterated, if a cost is negative, not finite or above
+            ``max_cost``, or if there is not one cost for each row; during iteration, if
+            elements have different shapes.
         """
-        size = checked_size(batch_size)
-        return self._then(lambda s: stages.batch(s, size, drop_remainder))
+        size = None if batch_size is None else checked_size(batch_size)
+        rule = costs_of_batches(
+            self.stage,
+            costs,
+            max_cost=max_cost,
+            equal_rows=equal_rows,
+            batch_size=size,
+            drop_remainder=drop_remainder,
+        )
+        return self._then(lambda s: stages.batch(s, size, drop_remainder, rule))
 
     def padded_batch(
         self,
@@ -1147,10 +1181,11 @@ class Dataset:
         stage = self.stage
         if self.ahead and isinstance(stage, Batched) and not stage.is_on_gpu():
 
-            def read(start: int) -> Tree:
-                return stage.read(epoch, start, 0, stage.stop(start) - start)
+            def read(batch: Batch) -> Tree:
+                return stage.read(batch, 0, len(batch))
 
-            return map(writable, read_batches_ahead(stage, read, self.ahead))
+            ahead = read_batches_ahead(stage, read, self.ahead, epoch=epoch)
+            return map(writable, ahead)
         return map(writable, stage.iterate(epoch))
 
     def __len__(self) -> int:

@@ -10,8 +10,8 @@ from typing import Any
 
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.data.array_comparison import compare_arrays
-from hpcstrat.data.batched import Batched
-from hpcstrat.data.batches import piece, warn_of_idle
+from hpcstrat.data.batched import Batch, Batched
+from hpcstrat.data.batches import warn_of_idle
 from hpcstrat.data.dataset import Dataset
 from hpcstrat.data.dealing import DealtDataset, StatefulDataset, StreamDataset
 from hpcstrat.data.elements import call_program
@@ -75,9 +75,11 @@ class DistributedDataset(ResumableDataset):
         assert isinstance(stage, Batched)
         self._strategy = strategy
         self._dataset = dataset
+        count, costs = strategy.num_replicas_in_sync, stage.costs
         if options.own_rows:
-            count = strategy.num_replicas_in_sync
-            stage = stage.owned(count, strategy.local_replicas)
+            stage = stage.divided(lambda s: s.own_rows(count, strategy.local_replicas))
+        elif costs is not None:
+            stage = stage.divided(lambda _: costs.division(count))
         # The stage that reads the batches; for the library's own modules.
         self.stage: Batched = stage
         self._placer = Placer(strategy, options)
@@ -86,9 +88,9 @@ class DistributedDataset(ResumableDataset):
         # Reader threads would read arrays on GPUs in another stream than the program's.
         self._ahead = 0 if stage.is_on_gpu() else max(dataset.ahead, buffered)
         # Do not warn if a whole epoch is shorter than one batch.
-        is_short = 0 <= stage.num_rows < stage.batch_size
-        if strategy.writes and not is_short:
-            warn_of_idle(stage.batch_size, strategy.num_replicas_in_sync)
+        size = stage.batch_size
+        if strategy.writes and size and not 0 <= stage.num_rows < size and not costs:
+            warn_of_idle(size, count)
         self._dealing = "own rows first, " if options.own_rows else ""
 
     @property
@@ -118,6 +120,8 @@ class DistributedDataset(ResumableDataset):
         """Begin the next epoch, or continue at the position of `restore_state`."""
         strategy, dataset = self._strategy, self._dataset
         place = dataclasses.replace(self._next)
+        if self.stage.costs is not None:
+            self.stage.costs.update(strategy)
         # Ranks compare this text, so that all replicas cut the same batches.
         strategy.collectives.barrier(
             f"iteration over {dataset.describe()}, {self._dealing}epoch {place.epoch} "
@@ -169,9 +173,13 @@ class _Batches(Iterator[Tree]):
         # Reader threads call this function. It must not refer to this iterator, whose
         # deletion ends the threads. It also places batches, so that `next`, whose code
         # has left the CPU's caches during a step, has less to do.
-        self._read = partial(_read_own, stage, strategy, placer, place.epoch)
+        self._read = partial(_read_own, stage, strategy, placer)
+        costs = stage.costs
+        self._times = None if costs is None else costs.times(strategy)
         if ahead > 0:
-            self._reader = read_batches_ahead(stage, self._read, ahead, self._start)
+            self._reader = read_batches_ahead(
+                stage, self._read, ahead, epoch=place.epoch, position=self._start
+            )
 
     def __next__(self) -> Tree:
         place, stage, strategy = self.place, self._stage, self._strategy
@@ -185,6 +193,8 @@ class _Batches(Iterator[Tree]):
             channel.position.enter_next()
         if own:
             strategy.inside.count_next()
+        if self._times is not None:
+            self._times.end()
         if self._ended:
             raise StopIteration
         if self._start == stage.num_rows:
@@ -195,24 +205,28 @@ class _Batches(Iterator[Tree]):
                 place.epoch, place.position = place.epoch + 1, 0
             raise StopIteration
         # Advance first, so that a batch that cannot be read is skipped.
-        start = self._start
-        stop = self._start = stage.stop(start)
-        with strategy.together(f"reading rows {start} to {stop}"):
-            pieces = self._read(start) if self._reader is None else next(self._reader)
+        read = stage.batch_at(place.epoch, self._start)
+        self._start = read.stop
+        with strategy.together(f"reading rows {read.start} to {read.stop}"):
+            pieces = self._read(read) if self._reader is None else next(self._reader)
             if not self._placer.leaves_on_host:
                 pieces = [self._placer.place(piece) for piece in pieces]
             batch = self._placer.wrap(pieces)
-        place.position = stop
+        place.position = read.stop
+        if self._times is not None:
+            count = strategy.num_replicas_in_sync
+            first, last = stage.part(read, count, strategy.replica_id)
+            self._times.begin(stage.numbers(read, first, last))
         return batch
 
 
 def _read_own(
-    stage: Batched, strategy: Replicas, placer: Placer, epoch: int, start: int
+    stage: Batched, strategy: Replicas, placer: Placer, batch: Batch
 ) -> list[Tree]:
     """Read the pieces of a batch for this rank's replicas; any thread may call this."""
-    count, length = strategy.num_replicas_in_sync, stage.stop(start) - start
+    count = strategy.num_replicas_in_sync
     pieces = [
-        stage.read(epoch, start, *piece(length, count, replica))
+        stage.read(batch, *stage.part(batch, count, replica))
         for replica in strategy.local_replicas
     ]
     return [placer.place(p) for p in pieces] if placer.leaves_on_host else pieces
@@ -233,6 +247,24 @@ def _require_one_program(strategy: Replicas, options: InputOptions) -> None:
         "with which each rank would read the whole data set; use "
         "MultiWorkerMirroredStrategy, or pass InputOptions(independent=True)"
     )
+
+
+def _require_one_division(dataset: Any, options: InputOptions, uneven: bool) -> None:
+    """Raise ValueError if the rows of batches cannot be divided by one rule."""
+    stage = getattr(dataset, "stage", None)
+    if options.own_rows and (uneven or not isinstance(stage, Batched)):
+        found = "one that is sharded otherwise" if uneven else type(dataset).__name__
+        raise ValueError(
+            "expected a hpcstrat.Dataset with random access, in batches, for own_rows, "
+            f"found {found}; leave own_rows out"
+        )
+    costs = stage.costs if isinstance(stage, Batched) else None
+    if costs is not None and (options.own_rows or uneven):
+        found = "own_rows" if options.own_rows else "an auto-shard policy"
+        raise ValueError(
+            "expected costs as the only rule by which replicas divide batches, found "
+            f"{found} as well; leave one of them out"
+        )
 
 
 def _slabs(strategy: Replicas, dataset: Any) -> Any:
@@ -281,12 +313,7 @@ def distribute_dataset(
     dataset = _slabs(strategy, dataset)
     uneven = isinstance(dataset, Dataset) and dataset.auto_shard_policy in _UNEVEN
     stage = getattr(dataset, "stage", None)
-    if options.own_rows and (uneven or not isinstance(stage, Batched)):
-        found = "one that is sharded otherwise" if uneven else type(dataset).__name__
-        raise ValueError(
-            "expected a hpcstrat.Dataset with random access, in batches, for own_rows, "
-            f"found {found}; leave own_rows out"
-        )
+    _require_one_division(dataset, options, uneven)
     if isinstance(dataset, Dataset):
         files = dataset.stage.files()
         # With policy OFF, each worker may have its own files; with a single pipeline,
@@ -310,6 +337,8 @@ def distribute_dataset(
         # With own_rows, a rank may have filled only its own part of the arrays.
         if options.compare_every and not options.own_rows:
             compare_arrays(strategy, dataset.describe(), stage.arrays())
+        if stage.costs is not None:
+            stage.costs.agree(strategy)
         return DistributedDataset(strategy, dataset, options)
     bare = isinstance(dataset, (tuple, dict)) or hasattr(dataset, "__dlpack__")
     if bare or hasattr(dataset, "file"):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from hpcstrat.data.batched import Batched
+from hpcstrat.data.batched import Batch, Batched
 from hpcstrat.data.rows import Rows, Stage
 from hpcstrat.data.streams import Stream
 from hpcstrat.engine.typing import Tree
@@ -178,13 +178,19 @@ def read_ahead(parent: Stage, depth: int) -> Stage:
 
 
 def read_batches_ahead(
-    stage: Batched, read: Callable[[int], Tree], depth: int, position: int = 0
+    stage: Batched,
+    read: Callable[[Batch], Tree],
+    depth: int,
+    *,
+    epoch: int,
+    position: int = 0,
 ) -> ReadAhead:
-    """Return an iterator over batches, which threads read ahead by ``read(start)``."""
+    """Return an iterator over an epoch's batches, which threads read by ``read``."""
 
     def calls(start: int) -> Iterator[Callable[[], Tree]]:
         while start != stage.num_rows:
-            yield partial(read, start)
-            start = stage.stop(start)
+            batch = stage.batch_at(epoch, start)
+            yield partial(read, batch)
+            start = batch.stop
 
     return ReadAhead(calls(position), depth, _num_readers(depth))

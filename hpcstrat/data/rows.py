@@ -154,6 +154,13 @@ class Rows(Stage):
         """Number of different rows in an epoch."""
         return self.cardinality if self.origin is None else self.origin.num_homes
 
+    def column_alone(self, name: str) -> Rows | None:
+        """Return the rows of one column, without reading others; None if not possible.
+
+        Only a stage that is a source of columns can do this.
+        """
+        return None
+
     def keep(self, first: int, last: int) -> None:
         """Let caches keep only rows whose `homes` are in ``range(first, last)``."""
         if self.origin is not None:
@@ -223,6 +230,10 @@ class SourceRows(Rows):
     def read(self, places: Places, epoch: int) -> Tree:
         """Read rows; a slice of a NumPy array is returned as a read-only view."""
         return self.columns.read(places)
+
+    def column_alone(self, name: str) -> Rows | None:
+        column = self.columns.alone(name)
+        return None if column is None else SourceRows(column)
 
     def boxed(self, boxes: Boxes) -> SourceRows | None:
         """Return the same rows, of which only boxes are read; None if not possible."""
@@ -325,7 +336,8 @@ class ShuffledRows(RowsOfParent):
         super().__init__(parent, words if reshuffles else f"{words}, always the same")
         self.origin = parent
         self._make_order = make_order
-        self._reshuffles = reshuffles
+        # True if each epoch has its own order.
+        self.reshuffles = reshuffles
         # The order of the epoch that began with order version 1, if there is one.
         self._exact: dict[int, Order] = {}
         self._orders: dict[int, Order] = {}
@@ -336,7 +348,7 @@ class ShuffledRows(RowsOfParent):
         self._exact = {epoch: order}
 
     def rows(self, places: Places, epoch: int) -> Array:
-        if not self._reshuffles:
+        if not self.reshuffles:
             epoch = 0
         order = self._exact.get(epoch) or self._orders.get(epoch)
         if order is None:

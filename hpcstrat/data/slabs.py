@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from hpcstrat.data.batched import (
+    Batch,
     Batched,
     BatchesOfParent,
     CachedBatches,
@@ -259,8 +260,8 @@ class _BoxedBatches(BatchesOfParent):
         super().__init__(parent, boxes.words)
         self._boxes = boxes
 
-    def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
-        return self._boxes.of(self.parent.read(epoch, start, first, last), 1)
+    def read(self, batch: Batch, first: int, last: int) -> Tree:
+        return self._boxes.of(self.parent.read(batch, first, last), 1)
 
     def order_words(self) -> str:
         return self.parent.order_words()

@@ -73,6 +73,13 @@ class Columns:
         ]
         return unflatten(self.structure, parts)
 
+    def alone(self, name: str) -> Columns | None:
+        """Return one column as an array of rows; None if there is no such column."""
+        names = ["/".join(map(str, path)) for path in self.structure.paths()]
+        if name not in names or isinstance(self.columns[names.index(name)], _Items):
+            return None
+        return Columns([self.columns[names.index(name)]], flatten(0)[1])
+
     def boxed(self, boxes: Boxes) -> Columns | None:
         """Return columns of which only boxes are read; None if not possible."""
         made = copy.copy(self)

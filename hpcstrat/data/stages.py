@@ -17,6 +17,7 @@ from hpcstrat.data.batched import (
     RowBatches,
     SomeBatches,
 )
+from hpcstrat.data.costs import RowCosts
 from hpcstrat.data.joined_rows import ConcatenatedRows, RepeatedRows, ZippedRows
 from hpcstrat.data.order import BlockOrder, BufferedOrder, Order, Permutation
 from hpcstrat.data.rows import (
@@ -78,8 +79,17 @@ def take(parent: Stage, count: int) -> Stage:
     if isinstance(parent, Rows):
         return StridedRows(parent, 0, 1, cardinality)
     if isinstance(parent, Batched):
-        return SomeBatches(parent, 0, count)
+        return _some_batches(parent, 0, count)
     return streams.strided(parent, 0, 1, count, cardinality)
+
+
+def _some_batches(parent: Batched, first: int, last: int) -> Stage:
+    if parent.costs is not None and parent.costs.max_cost is not None:
+        raise ValueError(
+            "expected take() and skip() of rows, or of batches of a known number of "
+            f"rows, found {parent.describe()}; call take() and skip() before batch()"
+        )
+    return SomeBatches(parent, first, last)
 
 
 def skip(parent: Stage, count: int) -> Stage:
@@ -90,7 +100,7 @@ def skip(parent: Stage, count: int) -> Stage:
     if isinstance(parent, Rows):
         return StridedRows(parent, count, 1, cardinality)
     if isinstance(parent, Batched):
-        return SomeBatches(parent, count, INFINITE)
+        return _some_batches(parent, count, INFINITE)
     return streams.strided(parent, count, 1, None, cardinality)
 
 
@@ -174,10 +184,16 @@ def shuffle_blocks(
     )
 
 
-def batch(parent: Stage, size: int, drop_remainder: bool) -> Stage:
+def batch(
+    parent: Stage,
+    size: int | None,
+    drop_remainder: bool,
+    costs: RowCosts | None = None,
+) -> Stage:
     """Stack successive elements into batches."""
     if isinstance(parent, Rows):
-        return RowBatches(parent, size, drop_remainder=drop_remainder)
+        return RowBatches(parent, size, drop_remainder=drop_remainder, costs=costs)
+    assert size is not None
     return batch_streams.batches(parent, size, drop_remainder)
 
 

@@ -287,6 +287,20 @@ class FileRows(Rows):
         made.words = f"{self.words}, {boxes.words}"
         return made
 
+    def column_alone(self, name: str) -> FileRows | None:
+        if name not in self.columns():
+            return None
+
+        def only(file: _File) -> _File:
+            made = copy.copy(file)
+            made.columns = {name: file.columns[name]}
+            return made
+
+        made = copy.copy(self)
+        made._parts = [only(file) for file in self._parts]
+        made._first, made._is_bare = only(self._first), True
+        return made
+
     def columns(self) -> dict[str, Column]:
         """Return a file's columns, which have the same types in all files."""
         return self._first.columns

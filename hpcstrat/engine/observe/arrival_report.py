@@ -21,6 +21,8 @@ _MOST_NAMED = 3
 # longest total wait, and by at least _NOTABLE_SECONDS.
 _NOTABLE = 0.2
 _NOTABLE_SECONDS = 0.001
+# Without such a replica, waits are reported as uneven work from this share of the time.
+_UNEVEN_SHARE = 0.1
 
 # The fields of `ReplicaArrivals`, in order; ``awaited`` is stored as all replica
 # numbers, then all seconds. Texts are truncated.
@@ -236,6 +238,12 @@ class ArrivalReport:
         late = self.slowest()
         if late:
             parts.append(f"late: {self._named(late)}")
+        elif self.share >= _UNEVEN_SHARE:
+            parts.append(
+                "no replica is behind the others in total: they are late in turn, as "
+                "if steps have uneven work; if rows differ in cost, pass "
+                "Dataset.batch(costs=...) or GlobalBatchSampler(costs=...)"
+            )
         longest = max(self.replicas, key=lambda r: r.longest_seconds)
         if longest.waits:
             parts.append(

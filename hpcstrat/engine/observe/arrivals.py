@@ -104,6 +104,11 @@ class Arrivals:
         """Add a wait for data that began at ``start`` (``time.perf_counter``)."""
         self._data.add(time.perf_counter() - start, call)
 
+    @property
+    def waited_seconds(self) -> float:
+        """Time that this rank has waited for other ranks, and for their data."""
+        return self._header.seconds + self._data.seconds
+
     def own(self) -> ReplicaArrivals:
         """Return this replica's wait statistics, including a wait in progress."""
         header, data, now = self._header, self._data, time.perf_counter()

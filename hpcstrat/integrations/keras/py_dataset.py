@@ -107,6 +107,12 @@ class Batches(keras.utils.PyDataset):
                 f"{dataset!r}; call batch(), and leave out filter, interleave and the "
                 "like, or write a loop over strategy.experimental_distribute_dataset"
             )
+        if dataset.stage.costs is not None:
+            raise ValueError(
+                "expected a data set without costs for Keras, which divides batches "
+                f"into equal parts, found {dataset!r}; leave out costs and max_cost, "
+                "or write a loop over strategy.experimental_distribute_dataset"
+            )
         batches = cls.__new__(cls)
         keras.utils.PyDataset.__init__(batches)
         batches.x = None
@@ -151,9 +157,8 @@ class Batches(keras.utils.PyDataset):
         if stage.cardinality >= 0:
             epoch, batch = divmod(batch, stage.cardinality)
         start = stage.rows_before(batch)
-        size = stage.stop(start) - start
-        first, last = own_share(size, strategy)
-        return for_backend(writable(stage.read(epoch, start, first, last)))
+        read = stage.batch_at(epoch, start)
+        return for_backend(writable(stage.read(read, *own_share(len(read), strategy))))
 
     @property
     def _stage(self) -> Batched:
@@ -164,7 +169,8 @@ class Batches(keras.utils.PyDataset):
     def first_rows(self) -> Tree:
         """Return the first global batch; for the library's own modules."""
         stage = self._stage
-        return for_backend(stage.read(0, 0, 0, stage.stop(0)))
+        first = stage.batch_at(0, 0)
+        return for_backend(stage.read(first, 0, len(first)))
 
     def __repr__(self) -> str:
         """Return a description of the rows as text."""

@@ -17,8 +17,11 @@ import torch
 from torch.utils.data import DataLoader, Sampler, default_collate, get_worker_info
 
 from hpcstrat.data import Dataset
-from hpcstrat.data.batches import share
+from hpcstrat.data.batched import Batch, Batched
+from hpcstrat.data.elements import call_with
+from hpcstrat.data.measured_costs import StepTimes
 from hpcstrat.data.order import ORDER_VERSION
+from hpcstrat.data.row_division import ShareDivision
 from hpcstrat.integrations.frameworks import refuse_logical_replicas
 from hpcstrat.strategies import Strategy
 
@@ -32,7 +35,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
     epoch, is collective.
 
     The global batches are the same on any number of replicas; the last batch may be
-    smaller. All replicas make the same number of steps. Pass the sampler to a
+    smaller. All replicas make the same number of steps. With ``costs``, replicas divide
+    each global batch so that the largest sum of costs is small, and may have different
+    numbers of rows; see `hpcstrat.Dataset.batch`. Pass the sampler to a
     `CheckpointManager`: the next ``iter()`` after a restore continues after the batches
     that the program had received, even on another number of replicas.
 
@@ -44,8 +49,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
     ----------
     dataset : torch.utils.data.Dataset
         A dataset with ``__len__`` and ``__getitem__``, the same on every replica.
-    batch_size : int
-        Rows in a global batch.
+    batch_size : int or None
+        Rows in a global batch; may be None with ``max_cost``.
     strategy : Strategy
         The strategy whose replicas read the dataset.
     shuffle : bool
@@ -55,11 +60,22 @@ class GlobalBatchSampler(Sampler[list[int]]):
         Seed of the order.
     drop_remainder : bool
         Whether to leave out a last batch that is not full.
+    costs : array_like of shape (num_rows,), str, callable or MeasuredCosts, optional
+        Costs >= 0 of the rows: an array; the name of an item of each sample; a function
+        of a sample (items of a tuple become arguments), or costs that are measured. In
+        the first ``iter()``, ranks call a function together, each for a part of the
+        rows.
+    max_cost : float, optional
+        Greatest sum of costs of a global batch. The sampler has no length then.
+    equal_rows : bool
+        Whether replicas get equal numbers of rows, up to one.
 
     Raises
     ------
     ValueError
-        If the batch size is not positive.
+        If the batch size is not positive; in the first ``iter()``, if a cost is
+        negative, not finite or above ``max_cost``, or if there is not one cost for each
+        row.
 
     Examples
     --------
@@ -73,12 +89,15 @@ class GlobalBatchSampler(Sampler[list[int]]):
     def __init__(
         self,
         dataset: Any,
-        batch_size: int,
+        batch_size: int | None,
         strategy: Strategy,
         *,
         shuffle: bool = False,
         seed: int = 0,
         drop_remainder: bool = False,
+        costs: Any = None,
+        max_cost: float | None = None,
+        equal_rows: bool = False,
     ) -> None:
         advice = (
             "give a DataLoader of global batches to "
@@ -88,14 +107,22 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self.dataset = dataset
         self.distribute_strategy = strategy
         # A dataset of row numbers, which determines the order and batches of rows.
-        self._rows = Dataset(
-            np.arange(len(dataset)),
+        numbers = Dataset(np.arange(len(dataset)), shuffle=shuffle, seed=seed)
+        self._rows = numbers.batch(
             batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            drop_remainder=drop_remainder,
+            drop_remainder,
+            costs=_of_samples(costs, dataset),
+            max_cost=max_cost,
+            equal_rows=equal_rows,
         )
-        self._batch_size = batch_size
+        stage, count = self._rows.stage, strategy.num_replicas_in_sync
+        assert isinstance(stage, Batched)
+        self._costs = stage.costs
+        divide = ShareDivision if self._costs is None else self._costs.division
+        self._stage = stage.divided(lambda _: divide(count))
+        # True if the ranks have compared the costs.
+        self._is_agreed = self._costs is None
+        self._times: StepTimes | None = None
         self._epoch = self._position = 0
         # True if the program has received a part of the latest iteration's batches.
         self._is_begun = False
@@ -133,6 +160,12 @@ class GlobalBatchSampler(Sampler[list[int]]):
             self._require_rows()
         self._is_known = not (counts and loader is not None and loader.num_workers)
         # Replicas compare this text, which contains all that determines their rows.
+        if self._costs is not None:
+            if not self._is_agreed:
+                self._costs.agree(strategy)
+                self._is_agreed = True
+            self._costs.update(strategy)
+            self._times = self._costs.times(strategy)
         strategy.collectives.barrier(
             f"iteration over {rows.describe()}, epoch {self._epoch} from row "
             f"{self._position}"
@@ -142,9 +175,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
     def _require_rows(self) -> None:
         """Raise ValueError on all replicas if a replica would get an empty batch."""
         count = self.distribute_strategy.num_replicas_in_sync
-        left = self._end() - self._position
-        least = left % self._batch_size or min(left, self._batch_size)
-        if 0 < least < count:
+        least, position = count, self._position
+        while position != self._stage.num_rows and least >= count:
+            batch = self._stage.batch_at(self._epoch, position)
+            least, position = len(batch), batch.stop
+        if least < count:
             raise ValueError(
                 f"expected a row of every batch for each of {count} replicas, found a "
                 f"batch of {least} rows, and PyTorch cannot make an empty batch; "
@@ -152,32 +187,36 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 "drop_remainder=True"
             )
 
-    def _end(self) -> int:
-        rows = self._rows
-        return len(rows) * self._batch_size if rows.drop_remainder else rows.num_rows
-
     def _batches(self, counts: bool) -> Iterator[list[int]]:
-        rows, strategy = self._rows, self.distribute_strategy
-        count, replica = strategy.num_replicas_in_sync, strategy.replica_id
-        epoch, end = self._epoch, self._end()
-        for start in range(self._position, end, self._batch_size):
-            size = min(self._batch_size, end - start)
-            first, last = (start + at for at in share(size, count, replica))
+        stage, epoch, position = self._stage, self._epoch, self._position
+        while position != stage.num_rows:
+            batch = stage.batch_at(epoch, position)
+            position = batch.stop
             if counts:
                 self.took()
-            found = rows.rows(epoch, first, last)
-            slices = isinstance(found, slice)
-            yield list(range(first, last)) if slices else np.asarray(found).tolist()
+            yield stage.read(batch, *self._part(batch)).tolist()
         if counts:
             self.ended()
 
+    def _part(self, batch: Batch) -> tuple[int, int]:
+        strategy = self.distribute_strategy
+        return self._stage.part(
+            batch, strategy.num_replicas_in_sync, strategy.replica_id
+        )
+
     def took(self) -> None:
         """Count a batch that the program receives; for the library's own modules."""
-        self._position = min(self._position + self._batch_size, self._end())
+        batch = self._stage.batch_at(self._epoch, self._position)
+        if self._times is not None:
+            self._times.end()
+            self._times.begin(self._stage.numbers(batch, *self._part(batch)))
+        self._position = batch.stop
         self._is_begun = True
 
     def ended(self) -> None:
         """Advance to the next epoch; for the library's own modules."""
+        if self._times is not None:
+            self._times.end()
         self._epoch, self._position, self._is_begun = self._epoch + 1, 0, False
 
     def loader(
@@ -280,6 +319,15 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return (
             f"<{type(self).__name__} of {self._rows.describe()}, epoch {self._epoch}>"
         )
+
+
+def _of_samples(costs: Any, dataset: Any) -> Any:
+    """Return costs as `Dataset.batch` takes them; functions get the row's number."""
+    if isinstance(costs, str):
+        return lambda row: dataset[int(row)][costs]
+    if callable(costs):
+        return lambda row: call_with(costs, dataset[int(row)])
+    return costs
 
 
 def _loader_of(caller: FrameType) -> DataLoader[Any] | None:

@@ -128,10 +128,10 @@ def test_chains_are_what_they_are_as_lists(seed: int) -> None:
     position = 0
     for batch in expected:
         first, last = sorted(chance.randrange(len(batch) + 1) for _ in "ab")
-        part = stage.read(0, position, first, last)
+        part = stage.read(stage.batch_at(0, position), first, last)
         assert plain(part) == batch[first:last]
         assert part.dtype == np.int64
-        position = stage.stop(position)
+        position = stage.stop(position, 0)
         assert position - len(batch) == stage.rows_before(expected.index(batch)) or (
             expected.count(batch) > 1
         )
@@ -149,11 +149,11 @@ def test_without_an_end_reading_begins_anywhere() -> None:
     iterator = iter(dataset)
     taken = [plain(next(iterator)) for _ in range(5)]
     for number, batch in enumerate(taken):
-        assert plain(stage.read(0, 4 * number, 0, 4)) == batch
+        assert plain(stage.read(stage.batch_at(0, 4 * number), 0, 4)) == batch
     rows = [row for batch in taken for row in batch]
     assert sorted(rows[:10]) == sorted(rows[10:]) == list(range(10))
     assert rows[:10] != rows[10:]
-    far = stage.read(0, 10 * 10**9, 0, 4)
+    far = stage.read(stage.batch_at(0, 10 * 10**9), 0, 4)
     assert len(set(plain(far))) == 4
 
 
@@ -207,8 +207,10 @@ def test_random_numbers_belong_to_the_row() -> None:
 
     dataset = Dataset.range(8).map(noise, seed=4)
     batched: Any = dataset.batch(4).stage
-    whole = batched.read(0, 4, 0, 4)
-    np.testing.assert_array_equal(batched.read(0, 4, 2, 3), whole[2:3])
+    whole = batched.read(batched.batch_at(0, 4), 0, 4)
+    np.testing.assert_array_equal(
+        batched.read(batched.batch_at(0, 4), 2, 3), whole[2:3]
+    )
     first, second = [list(map(float, dataset)) for _ in range(2)]
     assert whole.tolist() == first[4:]
     assert first != second
@@ -217,10 +219,10 @@ def test_random_numbers_belong_to_the_row() -> None:
 def test_batches_that_a_function_changes_are_cut_afterwards() -> None:
     dataset = Dataset.range(6).batch(4).map(lambda x: x - x.max())
     stage: Any = dataset.stage
-    assert plain(stage.read(0, 0, 1, 3)) == [-2, -1]
+    assert plain(stage.read(stage.batch_at(0, 0), 1, 3)) == [-2, -1]
     shorter: Any = Dataset.range(6).batch(4).map(lambda x: x[:2]).stage
     with pytest.raises(ValueError, match="as many as it got"):
-        shorter.read(0, 0, 0, 1)
+        shorter.read(shorter.batch_at(0, 0), 0, 1)
 
 
 def test_bad_chains_are_told_what_to_do() -> None:
@@ -394,7 +396,7 @@ def test_a_mix_has_each_row_once_in_each_epoch_of_its_source(weights: Any) -> No
     second_rows = [row for row in rows if row >= 1000][:30]
     assert second_rows == list(range(1000, 1030))[: len(second_rows)]
     stage: Any = mixed.batch(8).stage
-    assert plain(stage.read(0, 8000, 2, 5)) == rows[8002:8005]
+    assert plain(stage.read(stage.batch_at(0, 8000), 2, 5)) == rows[8002:8005]
     assert [int(row) for row in mixed.take(20_000)] == rows
     with pytest.raises(ValueError, match="mix before batch"):
         mix([first.batch(2), second])

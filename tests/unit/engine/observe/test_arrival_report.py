@@ -100,6 +100,13 @@ def test_nobody_is_late_where_all_wait_alike() -> None:
     assert "late:" not in _report(0.0, 0.0).sentence()
 
 
+def test_uneven_work_is_named_only_where_replicas_are_late_in_turn() -> None:
+    words = "pass Dataset.batch(costs=...)"
+    assert words in _report(20.0, 19.0, 19.8, 20.1).sentence()
+    assert words not in _report(20.0, 19.5, 0.5, 20.1).sentence()
+    assert words not in _report(2.0, 1.9, 1.98, 2.01).sentence()
+
+
 def test_one_early_replica_makes_not_all_others_late() -> None:
     report = _report(20.0, 1.0, 1.2, 0.9)
     assert [row.replica for row in report.slowest()] == [3]
