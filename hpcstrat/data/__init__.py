@@ -10,6 +10,7 @@ from hpcstrat.data.distributed import (
 from hpcstrat.data.elements import ArraySpec
 from hpcstrat.data.lineage import DatasetOptions
 from hpcstrat.data.measured_costs import MeasuredCosts
+from hpcstrat.data.prediction_writer import PredictionWriter
 from hpcstrat.data.rows import INFINITE, UNKNOWN
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "DealtDataset",
     "DistributedDataset",
     "MeasuredCosts",
+    "PredictionWriter",
     "StatefulDataset",
     "StreamDataset",
     "distribute_dataset",

@@ -24,7 +24,7 @@ from hpcstrat.data.elements import (
     pad_and_stack,
     spec_of,
 )
-from hpcstrat.data.row_division import Division, OwnRowDivision
+from hpcstrat.data.row_division import RowDivision, OwnRowDivision
 from hpcstrat.data.rows import (
     INFINITE,
     UNKNOWN,
@@ -97,7 +97,7 @@ class Batched(Stage):
         """Read rows ``first`` to ``last`` of a batch, as replicas divide it."""
         raise NotImplementedError
 
-    def divided(self, divide: Callable[[RowBatches], Division | None]) -> Batched:
+    def divided(self, divide: Callable[[RowBatches], RowDivision | None]) -> Batched:
         """Return the same batches, whose rows replicas divide by another rule.
 
         ``divide`` returns the rule; with None, the batches stay as they are.
@@ -125,7 +125,7 @@ class RowBatches(Batched):
     """
 
     # The rule by which replicas divide a batch; None: into `piece`s, in order.
-    _division: Division | None = None
+    _division: RowDivision | None = None
 
     def __init__(
         self,
@@ -194,12 +194,12 @@ class RowBatches(Batched):
         length = self.batch_size if self.drop_remainder else None
         return batched_spec(self.rows.spec(), length)
 
-    def divided(self, divide: Callable[[RowBatches], Division | None]) -> Batched:
+    def divided(self, divide: Callable[[RowBatches], RowDivision | None]) -> Batched:
         made = copy.copy(self)
         made._division = divide(self)
         return made
 
-    def own_rows(self, num_replicas: int, replicas: range) -> Division | None:
+    def own_rows(self, num_replicas: int, replicas: range) -> RowDivision | None:
         """Return the rule that gives rows to the replicas that own them.
 
         ``replicas`` are the replicas of this rank: its cache keeps only rows that these
@@ -233,7 +233,7 @@ class PaddedBatches(RowBatches):
         self.words += ", padded"
         self._shapes, self._values = shapes, values
 
-    def own_rows(self, num_replicas: int, replicas: range) -> Division | None:
+    def own_rows(self, num_replicas: int, replicas: range) -> RowDivision | None:
         """Return None, because each rank reads all rows of a batch anyway."""
         return None
 
@@ -296,7 +296,7 @@ class BatchesOfParent(Batched):
     def rows_before(self, batches: int) -> int:
         return self.parent.rows_before(batches)
 
-    def divided(self, divide: Callable[[RowBatches], Division | None]) -> Batched:
+    def divided(self, divide: Callable[[RowBatches], RowDivision | None]) -> Batched:
         return self.after(self.parent.divided(divide))
 
     def after(self, parent: Batched) -> Batched:
@@ -410,7 +410,7 @@ class CachedBatches(BatchesOfParent):
     def of_parent(self, batch: Batch) -> Batch:
         return replace(batch, epoch=0)
 
-    def divided(self, divide: Callable[[RowBatches], Division | None]) -> Batched:
+    def divided(self, divide: Callable[[RowBatches], RowDivision | None]) -> Batched:
         return CachedBatches(self.parent.divided(divide))
 
     def read(self, batch: Batch, first: int, last: int) -> Tree:

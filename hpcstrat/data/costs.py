@@ -184,7 +184,7 @@ class RowCosts:
         if isinstance(self._given, MeasuredCosts):
             return self._given.values
         try:
-            return np.asarray(to_host(as_array(self._given)), np.float64)
+            return to_host(as_array(self._given, np.float64))
         except (TypeError, ValueError) as error:
             raise ValueError(
                 "expected costs as an array of numbers, the name of a column, or a "
@@ -227,7 +227,7 @@ class RowCosts:
         # Read rows in the order of their numbers, in which they are in files.
         where = np.argsort(self.numbers(slice(0, source.cardinality), 0))[first:last]
         costs = [
-            as_array(function(element))
+            to_host(as_array(function(element), np.float64))
             for start in range(0, len(where), _BLOCK_ROWS)
             for element in self._rows.elements(where[start : start + _BLOCK_ROWS], 0)
         ]

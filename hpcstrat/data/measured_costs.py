@@ -51,7 +51,7 @@ class MeasuredCosts:
     """
 
     def __init__(self, sizes: Any) -> None:
-        found = np.asarray(to_host(as_array(sizes)), np.float64)
+        found = to_host(as_array(sizes, np.float64))
         columns = found[:, np.newaxis] if found.ndim == 1 else found
         if columns.ndim != 2 or not ((columns >= 0) & (columns < np.inf)).all():
             raise ValueError(
@@ -73,7 +73,10 @@ class MeasuredCosts:
         return found
 
     def add(self, numbers: Array, seconds: float) -> None:
-        """Record a step's rows, by number, and its time; for the library's modules."""
+        """Record the numbers of a step's rows, and its time in seconds.
+
+        For the library's own modules. Not collective.
+        """
         self._steps.append((self._columns[numbers].sum(axis=0), seconds))
 
     def fit(self, strategy: Replicas) -> None:

@@ -18,7 +18,7 @@ from hpcstrat.engine.typing import Array
 
 __all__ = [
     "CostDivision",
-    "Division",
+    "RowDivision",
     "OwnRowDivision",
     "ShareDivision",
     "divide_by_cost",
@@ -27,7 +27,7 @@ __all__ = [
 _KEPT_PLANS = 8
 
 
-class Division(Protocol):
+class RowDivision(Protocol):
     """A division of the batch from position ``start`` to ``stop`` of an epoch."""
 
     words: str

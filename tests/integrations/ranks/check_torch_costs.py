@@ -142,9 +142,8 @@ def test_loss_and_gradients_are_those_of_the_global_batch(
         counts.append(len(errors))
     sizes = strategy.collectives.all_gather_object(counts, "counts")
     # The replicas have different numbers of rows in some step.
-    assert len(sizes) == 1 or any(
-        len(set(step)) > 1 for step in zip(*sizes, strict=False)
-    )
+    steps = zip(*sizes, strict=True)
+    assert len(sizes) == 1 or any(len(set(step)) > 1 for step in steps)
 
 
 def test_wrong_costs_are_an_error_on_all_before_the_first_step(
