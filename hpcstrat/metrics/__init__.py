@@ -24,6 +24,7 @@ from hpcstrat.metrics.predictions import (
     SparseCategoricalAccuracy,
 )
 from hpcstrat.metrics.progress_bar import Progress
+from hpcstrat.metrics.weights_and_biases import WeightsAndBiases
 
 __all__ = [
     "Accuracy",
@@ -42,6 +43,7 @@ __all__ = [
     "SparseCategoricalAccuracy",
     "Sum",
     "TensorBoard",
+    "WeightsAndBiases",
     "read_log",
     "results",
 ]

@@ -43,7 +43,7 @@ class Log:
     folder : str or path
         The folder of the file ``metrics.jsonl``, to which replica 0 writes one line of
         JSON for each call.
-    sinks : sequence of TensorBoard, MLflow
+    sinks : sequence of TensorBoard, MLflow, WeightsAndBiases
         Additional logs, which a restore truncates in the same way.
     strategy : Strategy, optional
         Default: the current strategy. A job of several ranks needs a strategy.

@@ -33,7 +33,7 @@ class Sink(Protocol):
         """Write all records, and close the sink."""
 
 
-def _missing(library: str, package: str) -> HpcstratError:
+def missing(library: str, package: str) -> HpcstratError:
     return HpcstratError(
         f"expected {library}, found none; install it: pip install {package}"
     )
@@ -66,7 +66,7 @@ class TensorBoard:
         try:
             import tensorboard.compat  # noqa: F401
         except ImportError as error:
-            raise _missing("tensorboard", "tensorboard") from error
+            raise missing("tensorboard", "tensorboard") from error
 
     def _add(self, **content: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -194,7 +194,7 @@ class MLflow:
         try:
             from mlflow import MlflowClient
         except ImportError as error:
-            raise _missing("mlflow", "mlflow-skinny") from error
+            raise missing("mlflow", "mlflow-skinny") from error
         self._root = folder
         self._client = MlflowClient(tracking_uri=self._uri)
 

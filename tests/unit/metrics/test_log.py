@@ -283,6 +283,60 @@ def test_mlflow_has_a_run_with_each_step_once(
     assert paths == ["text/note/12.txt", "text/note/4.txt", "text/note/8.txt"]
 
 
+def _rows_of_wandb(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of an offline run, whose file has the format of LevelDB's log."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    block, header = 32768, 7
+    data, at, parts, rows = path.read_bytes(), header, b"", list[dict[str, Any]]()
+    while at + header <= len(data):
+        if block - at % block < header:
+            at += block - at % block
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        parts += data[at + header : at + header + length]
+        at += header + length
+        # A record may be divided: its first, middle and last parts are 2, 3 and 4.
+        if kind in (1, 4):
+            items = Record.FromString(parts).history.item
+            rows.append(
+                {item.nested_key[0]: json.loads(item.value_json) for item in items}
+            )
+            parts = b""
+    return [row for row in rows if "step" in row]
+
+
+@pytest.mark.framework("wandb")
+@pytest.mark.filterwarnings("ignore")
+def test_weights_and_biases_has_a_run_with_each_step_once(tmp_path: Path) -> None:
+    import wandb
+
+    def sinks() -> list[Any]:
+        return [hs.metrics.WeightsAndBiases("digits", mode="offline")]
+
+    run = Run(tmp_path, sinks)
+    for number in (20, 9):
+        left = itertools.count(number, -1)
+
+        def kill(left: Iterator[int] = left) -> None:
+            if next(left) == 0:
+                raise Killed
+
+        with pytest.raises(Killed):
+            run.live(5, kill)
+    run.live(5)
+    run.log.close()
+    # The files are complete when the process of wandb has ended.
+    wandb.teardown()
+    [path] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    rows = _rows_of_wandb(path)
+    expected = _by_name(_undisturbed(5))
+    for name, points in expected.items():
+        assert [(row["step"], row[name]) for row in rows if name in row] == points
+    notes = [row["step"] for row in rows if "note" in row]
+    assert notes == [4, 8, 12]
+
+
 def _picture(step: int) -> Any:
     return np.full((4, 5, 3), step / 10)
 
