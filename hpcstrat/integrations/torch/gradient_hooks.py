@@ -15,8 +15,6 @@ gradient share its memory with a value that the rest of the backward needs.
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import weakref
 from collections.abc import Callable, Collection
 from typing import Any
@@ -29,14 +27,19 @@ from hpcstrat.engine.channel.closed import ClosedChannel
 from hpcstrat.engine.channel.pending_calls import PendingCall
 from hpcstrat.engine.channel.position import Position
 from hpcstrat.engine.context import own_index
-from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.tree import flatten
 from hpcstrat.engine.typing import Array
 from hpcstrat.integrations.torch.forward_counts import ForwardCounts, tensors_of
-from hpcstrat.integrations.torch.host_tensors import HostTensors
 from hpcstrat.integrations.torch.inner_gradients import InnerGradients
 from hpcstrat.integrations.torch.module_buffers import ModuleBuffers
+from hpcstrat.integrations.torch.module_hooks import (
+    InputHook,
+    OutputHook,
+    adds_to,
+    input_array,
+    refuse_compiled_autograd,
+)
 from hpcstrat.integrations.torch.module_layout import (
     ModuleLayout,
     differentiable_parameters,
@@ -121,8 +124,8 @@ class Replicated:
         # The callback at the end of the running backward; autograd then deletes it.
         self._end: weakref.ref[Any] | None = None
         self._handles: list[Any] = [
-            module.register_forward_pre_hook(_InputHook(self), prepend=True),
-            module.register_forward_hook(_OutputHook(self), with_kwargs=True),
+            module.register_forward_pre_hook(InputHook(self), prepend=True),
+            module.register_forward_hook(OutputHook(self), with_kwargs=True),
         ]
         for index, parameter in enumerate(self._parameters):
             self._hook(index, parameter)
@@ -174,7 +177,7 @@ class Replicated:
         """Count a forward that begins, and may have a backward."""
         if torch.compiler.is_compiling():
             return
-        _refuse_compiled_autograd()
+        refuse_compiled_autograd()
         if self._counts_forwards():
             self._forwards.begin(module.training, self._position())
 
@@ -196,7 +199,7 @@ class Replicated:
             self.strategy.collectives.call(_WHAT, self._require_known, module)
         compared = self.strategy.module_inputs
         if compared is not None and not compared.done and module.training:
-            compared.see(flatten(inputs)[0], _input_array)
+            compared.see(flatten(inputs)[0], input_array)
         seen = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         use = None
         if self._counts_forwards():
@@ -236,23 +239,9 @@ class Replicated:
             self._touched.pop(index, None)
             self._combined.add(index)
         # Rare: `.grad` still has the combined sum of an earlier backward.
-        if self.op is ReduceOp.SUM and index in self._combined and self._adds(index):
+        sums = self.op is ReduceOp.SUM and index in self._combined
+        if sums and adds_to(self._parameters[index]):
             self._make_share(index)
-
-    def _adds(self, index: int) -> bool:
-        """Return whether the running backward adds to a parameter's gradient.
-
-        ``torch.autograd.grad`` calls the same hooks, but adds to no gradient.
-        """
-        parameter = self._parameters[index]
-        # Before torch 2.5, this call fails where gradients are off, as in a backward.
-        with torch.enable_grad():
-            node = torch.autograd.graph.get_gradient_edge(parameter).node
-        try:
-            return bool(torch._C._will_engine_execute_node(node))
-        except RuntimeError:
-            # torch raises this error inside of `torch.autograd.grad`.
-            return False
 
     def touch(self, index: int) -> None:
         """Record that a backward has added to a parameter's gradient."""
@@ -271,7 +260,7 @@ class Replicated:
         """Register a callback that combines the gradients when this backward ends."""
         if self._is_under_way():
             return
-        _refuse_compiled_autograd()
+        refuse_compiled_autograd()
         # Do not wait for the buckets of an earlier backward that ended with an error.
         self._buckets = None
         self._taken.clear()
@@ -282,8 +271,8 @@ class Replicated:
             return
         # Logical replicas synchronize in a fixed order: backwards are not counted.
         first = not self.strategy.logical and not self._is_beside_another()
-        trained = [i for i, p in enumerate(self._parameters) if p.requires_grad]
-        if first and any(map(self._adds, trained)):
+        trained = [p for p in self._parameters if p.requires_grad]
+        if first and any(map(adds_to, trained)):
             # Headers contain this count. If a rank fails in a backward and continues
             # with the next one, its count differs, and all ranks raise an error instead
             # of summing gradients of two steps. Of several modules only one counts.
@@ -339,15 +328,10 @@ class Replicated:
 
     def _combine_all_ranks(self) -> None:
         """Combine gradients inside of replicas that have several ranks, then of all."""
-        inner = self._inner
-        if inner is None:
-            self.strategy.collectives.call(_WHAT, self._combine)
-            return
 
         def combine() -> None:
-            for index in inner.combine(self._touched):
-                version = self._parameters[index]._version
-                self._touched.setdefault(index, version)
+            if self._inner is not None:
+                self._inner.combine(self._touched)
             self._combine()
 
         self.strategy.collectives.call(_WHAT, combine)
@@ -547,24 +531,6 @@ class Replicated:
         parameter.grad = gradient_of(rows, parameter)
 
 
-def _refuse_compiled_autograd() -> None:
-    """Raise NotImplementedError if torch's compiled autograd runs the backward.
-
-    Its graph of a backward has no hook at the end, and no way to ask, in the hook of a
-    parameter, whether the backward adds to the parameter's gradient.
-    """
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-    if compiled is None:
-        return
-    config = sys.modules["torch._dynamo.config"]
-    if compiled.compiled_autograd_enabled or config.compiled_autograd:
-        raise NotImplementedError(
-            "expected a backward that torch's autograd engine runs, found compiled "
-            "autograd; leave torch._dynamo.config.compiled_autograd at False, and "
-            "compile the module alone"
-        )
-
-
 def _owner_of(parameter: Any) -> Replicated | None:
     """Return the object that combines a parameter's gradients, or None."""
     # A parameter that was loaded from a file has an empty set as this attribute.
@@ -591,60 +557,4 @@ def _is_combined_by_another(
     return True
 
 
-def _input_array(leaf: Any) -> Array | None:
-    """Return a tensor's values in host memory; None if they cannot be read now."""
-    if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided:
-        return None
-    if torch.jit.is_tracing() or leaf.device.type not in ("cpu", "cuda"):
-        return None
-    # A copy to the host would end the recording of a CUDA graph with an error.
-    if leaf.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return None
-    return HostTensors().read(leaf)
-
-
 _every: weakref.WeakSet[Replicated] = weakref.WeakSet()
-
-
-class _Hook:
-    """A hook of a replicated module, which its copies and saved files do not have.
-
-    In a saved file, a function of Python's standard library that does nothing takes its
-    place, so that a saved module can be loaded without hpcstrat.
-    """
-
-    def __init__(self, replicated: Replicated | None) -> None:
-        self._replicated = replicated
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a hook without the replicated module."""
-        return type(self)(None)
-
-    def __reduce__(self) -> Any:
-        # This method takes any arguments and returns None.
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-class _InputHook(_Hook):
-    """Hook before a module's forward; in a copy of the module it does nothing."""
-
-    def __call__(self, module: Any, _inputs: Any) -> None:
-        if self._replicated is not None:
-            self._replicated.enter(module)
-
-
-class _OutputHook(_Hook):
-    """Hook after a module's forward; in a copy of the module it only logs a warning."""
-
-    _said = False
-
-    def __call__(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        if self._replicated is not None:
-            self._replicated.watch(module, (args, kwargs), output)
-        elif not self._said and module.training and torch.is_grad_enabled():
-            self._said = True
-            get_logger("integrations.torch").warning(
-                "a copy of a replicated %s trains on this replica alone; give it to "
-                "replicate, too, or compute with it under torch.no_grad()",
-                type(module).__name__,
-            )

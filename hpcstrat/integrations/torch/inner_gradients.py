@@ -165,19 +165,19 @@ class InnerGradients:
         total = self._inside.collectives.batch_reduce(ReduceOp.SUM, own, _WHAT)
         return [bool(number) for number in total]
 
-    def combine(self, touched: Iterable[int]) -> list[int]:
+    def combine(self, touched: dict[int, int]) -> None:
         """Average gradients of replicated parameters over the ranks of the replica.
 
-        Collective over the ranks of the replica. ``touched`` are the parameters that
-        this rank's backward has reached. Returns those that a backward of any of the
-        ranks has reached.
+        Collective over the ranks of the replica. ``touched`` has the parameters that
+        this rank's backward has reached, and their tensors' versions. Those that only
+        backwards of other ranks have reached are added.
         """
         calls: Any = self._inside.collectives
         if not self._strategy.logical:
             # If a rank leaves out a backward, its next call inside differs.
             calls.channel.position.enter_backward()
-        found: list[int] = calls.call(_WHAT, self._combine, touched)
-        return found
+        for index in calls.call(_WHAT, self._combine, touched):
+            touched.setdefault(index, self._parameters[index]._version)
 
     @torch.no_grad()
     @torchs_stream()

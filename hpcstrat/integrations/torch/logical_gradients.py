@@ -24,6 +24,7 @@ from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Array
 from hpcstrat.integrations.torch.gradient_hooks import Replicated
 from hpcstrat.integrations.torch.module_buffers import ReplicaBuffers
+from hpcstrat.integrations.torch.module_hooks import adds_to
 from hpcstrat.integrations.torch.tensors import (
     as_tensor,
     gradient_of,
@@ -58,13 +59,13 @@ class LogicalReplicated(Replicated):
 
     def prepare(self, index: int) -> None:
         """Save an earlier gradient, so that ``.grad`` gets only this replica's."""
-        if own_index() is None and self._adds(index):
+        if own_index() is None and adds_to(self._parameters[index]):
             raise RuntimeError(
                 "expected backward() in the function that strategy.run runs, with "
                 "logical replicas, found it outside; compute the loss of each replica "
                 "inside, and step the optimizer after run"
             )
-        if index not in self._touched and self._adds(index):
+        if index not in self._touched and adds_to(self._parameters[index]):
             self._set_aside(index)
 
     def _set_aside(self, index: int) -> None:
