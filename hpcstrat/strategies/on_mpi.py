@@ -132,7 +132,7 @@ class MpiStrategy(LogicalDevices, Strategy):
         self._all_ranks: AllRanks | None = None
         self._copies_inside: MirroredCopies | None = None
         # The divided variables of which several ranks of a replica have the same part.
-        self._same_parts = weakref.WeakValueDictionary[int, DividedVariable]()
+        self._same_parts = weakref.WeakValueDictionary[int, MirroredVariable]()
         self._num_same_parts = 0
         # Other strategies may still use the connection after this strategy is closed.
         self._closed = False

@@ -104,7 +104,9 @@ def _section(strategy: Strategy, what: str) -> contextlib.AbstractContextManager
     """
     if strategy.inside.size > 1:
         return contextlib.nullcontext()
-    return strategy.collectives.section(what)
+    section: contextlib.AbstractContextManager[None]
+    section = strategy.collectives.section(what)
+    return section
 
 
 def _prepare(strategy: Strategy, run: MeasuredRun, options: Options, path: str) -> None:
