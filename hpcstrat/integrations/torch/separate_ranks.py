@@ -1,11 +1,11 @@
-"""Finds ranks that train without each other, before they change their weights."""
+"""Finds ranks that train without each other, before they save anything."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.errors import TopologyError
@@ -16,10 +16,11 @@ __all__ = ["refuse_separate_ranks"]
 
 
 def refuse_separate_ranks() -> None:
-    """Raise TopologyError in the first step of an optimizer, if ranks are separate.
+    """Raise TopologyError after the first step of an optimizer, if ranks are separate.
 
     Ranks are separate if they have made no call to each other: neither of a process
-    group, nor of a strategy of hpcstrat.
+    group, nor of a strategy of hpcstrat. The step itself may make the first call, in
+    its closure or in a method of a derived optimizer.
     """
     size = Topology.world().size
     if size == 1:
@@ -43,4 +44,4 @@ def refuse_separate_ranks() -> None:
                 "if each rank is to train alone"
             )
 
-    register_optimizer_step_pre_hook(check)
+    register_optimizer_step_post_hook(check)

@@ -25,7 +25,7 @@ def step(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     hooks: Any = OrderedDict()
     # The package removes its attribute of this name.
     optimizers = sys.modules["torch.optim.optimizer"]
-    monkeypatch.setattr(optimizers, "_global_optimizer_pre_hooks", hooks)
+    monkeypatch.setattr(optimizers, "_global_optimizer_post_hooks", hooks)
     weights = torch.nn.Parameter(torch.ones(2))
     weights.grad = torch.ones(2)
     return torch.optim.SGD([weights], 0.1).step
@@ -58,6 +58,16 @@ def test_ranks_that_do_not_use_their_group_are_refused(
                 step()
     finally:
         dist.destroy_process_group()
+
+
+def test_a_closure_may_make_the_first_call(job: Any, step: Any, strategy: Any) -> None:
+    refuse_separate_ranks()
+
+    def closure() -> float:
+        strategy.barrier()
+        return 0.0
+
+    step(closure)
 
 
 def test_ranks_of_a_strategy_are_not_separate(
