@@ -33,8 +33,8 @@ def refuse_separate_ranks() -> None:
             return
         seen.append(optimizer)
         group = dist.group.WORLD if dist.is_initialized() else None
-        foreign = group is not None and not isinstance(group, HpcstratProcessGroup)
-        if num_calls() == calls and not foreign:
+        ours = group is None or isinstance(group, HpcstratProcessGroup)
+        if num_calls() == calls and (ours or dist.get_world_size() == 1):
             found = "no process group" if group is None else "one that it does not use"
             raise TopologyError(
                 f"expected a process group by which the {size} ranks train together, "
