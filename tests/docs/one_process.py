@@ -71,6 +71,12 @@ def _heat() -> dict[str, Any]:
     return {"heat": heat}
 
 
+def _predictions() -> dict[str, Any]:
+    x = np.random.default_rng(0).normal(size=(103, 4))
+    found = x @ np.array([1, 1, 1, 0.5])
+    return {"predictions": found, "error": np.abs(found - x.sum(axis=1)).mean()}
+
+
 def _preemption() -> dict[str, Any]:
     x = np.random.default_rng(0).normal(size=(400, 8))
     weights, _ = _fit((x, x.sum(axis=1)), shuffle=True, epochs=3, rate=0.1)
@@ -200,6 +206,7 @@ _RECIPES: dict[tuple[str, str], Callable[[], dict[str, Any]]] = {
     ("coming-from/torch-ddp.md", ""): _coming_from,
     ("coming-from/torch-ddp.md", "torch"): lambda: _torch(1000, BATCH, 2, 0.0),
     ("recipes.md", ""): _counted,
+    ("user-guide/predictions.md", ""): _predictions,
     ("user-guide/preemption.md", ""): _preemption,
     ("user-guide/torch-jax.md", "torch"): lambda: _torch(50, 16, 3, 0.9),
     ("user-guide/torch-jax.md", "jax"): _jax,

@@ -385,6 +385,10 @@ def test_chains_of_data_sets_are_global_batches(strategy: Any) -> None:
     for bad, message in (
         (hs.Dataset.from_tensor_slices((X, Y)), "call batch"),
         (hs.Dataset.from_tensor_slices((X, Y)).filter(bool).batch(4), "leave out"),
+        (
+            hs.Dataset.from_tensor_slices((X, Y)).batch(4, costs=np.ones(len(X))),
+            "without costs",
+        ),
         (endless, "steps_per_epoch"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -146,6 +146,19 @@ def test_loss_and_gradients_are_those_of_the_global_batch(
     assert len(sizes) == 1 or any(len(set(step)) > 1 for step in steps)
 
 
+def test_predictions_of_tensors_are_in_the_order_of_the_rows(strategy: Any) -> None:
+    torch.manual_seed(1)
+    model = Network()
+    sampler = hst.GlobalBatchSampler(Graphs(), 20, strategy, shuffle=True, costs=SIZES)
+    like = torch.zeros((), dtype=torch.float64)
+    writer = hs.data.PredictionWriter(strategy, NUM_GRAPHS, like)
+    for batch in sampler.loader(collate_fn=joined):
+        writer.add(batch["number"], model(batch).detach())
+    whole = joined([Graphs()[index] for index in range(NUM_GRAPHS)])
+    expected = model(whole).detach().numpy()
+    np.testing.assert_allclose(writer.result(), expected, rtol=1e-12)
+
+
 def test_wrong_costs_are_an_error_on_all_before_the_first_step(
     strategy: Any, job: Any
 ) -> None:
