@@ -240,8 +240,8 @@ class ArrivalReport:
             parts.append(f"late: {self._named(late)}")
         elif self.share >= _UNEVEN_SHARE:
             parts.append(
-                "no replica is behind the others in total: they are late in turn, as "
-                "if steps have uneven work; if rows differ in cost, pass "
+                "no replica is behind the others in total: they are late in turn, by "
+                "uneven work or other programs; if rows differ in cost, pass "
                 "Dataset.batch(costs=...) or GlobalBatchSampler(costs=...)"
             )
         longest = max(self.replicas, key=lambda r: r.longest_seconds)

@@ -127,6 +127,22 @@ def test_rows_come_once_where_another_number_of_replicas_goes_on(
     assert sorted(seen) == list(range(101))
 
 
+def test_rows_of_taken_batches_come_once_where_another_batch_size_goes_on(
+    strategy: Any, job: Any
+) -> None:
+    rows = hs.Dataset.range(40).shuffle(seed=2)
+    order = [int(row) for row in rows][:12]
+    for size, count in ((3, 4), (6, 2), (12, 1), (2, 6)):
+        first = strategy.experimental_distribute_dataset(rows.batch(4).take(3), OWN)
+        seen = _gathered(strategy, next(iter(first)), job)
+        other = rows.batch(size).take(count)
+        rest = strategy.experimental_distribute_dataset(other, OWN)
+        rest.restore_state(first.state())
+        for batch in rest:
+            seen += _gathered(strategy, batch, job)
+        assert sorted(seen) == sorted(order)
+
+
 def _gathered(strategy: Any, batch: Any, job: Any) -> list[int]:
     if strategy.logical:
         parts = strategy.experimental_local_results(batch)
