@@ -24,7 +24,7 @@ from hpcstrat.data.elements import (
     pad_and_stack,
     spec_of,
 )
-from hpcstrat.data.row_division import RowDivision, OwnRowDivision
+from hpcstrat.data.row_division import OwnRowDivision, RowDivision
 from hpcstrat.data.rows import (
     INFINITE,
     UNKNOWN,

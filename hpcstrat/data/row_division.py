@@ -18,8 +18,8 @@ from hpcstrat.engine.typing import Array
 
 __all__ = [
     "CostDivision",
-    "RowDivision",
     "OwnRowDivision",
+    "RowDivision",
     "ShareDivision",
     "divide_by_cost",
 ]
