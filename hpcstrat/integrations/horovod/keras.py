@@ -1,5 +1,0 @@
-"""Refuses ``horovod.keras``, which hpcstrat does not replace."""
-
-from hpcstrat.integrations.horovod import _refuse
-
-_refuse("horovod.keras")
