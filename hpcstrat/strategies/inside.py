@@ -296,6 +296,7 @@ class Inside:
         *,
         along: str | None = None,
         periodic: bool = False,
+        out: Array | None = None,
     ) -> Tree:
         """Return this rank's rows between the rows of its neighbors.
 
@@ -316,22 +317,27 @@ class Inside:
         periodic : bool
             True: the first row of the field follows the last one. False: rows outside
             of the field are zero.
+        out : ndarray, optional
+            A contiguous array for the result of a single field, which saves the time to
+            allocate it in each step; default: a new array.
 
         Returns
         -------
         tree of ndarray
-            New arrays, longer along ``axis`` by both widths.
+            ``out``, or new arrays, longer along ``axis`` by both widths.
 
         Raises
         ------
         ValueError
-            For a wrong axis or width, or a periodic halo that is wider than the field.
+            For a wrong axis, width or ``out``, or a periodic halo that is wider than
+            the field.
         CollectiveError
             If the ranks disagree on the arguments, dtypes or other dimensions. On each
             of them.
         """
         fields, lines = self.collectives.fields, self.lines(along)
-        return fields.halo(value, axis, width, periodic=periodic, lines=lines)
+        how = {"periodic": periodic, "lines": lines, "out": out}
+        return fields.halo(value, axis, width, **how)
 
     def halo_adjoint(
         self,

@@ -110,6 +110,7 @@ class FieldMoves:
         *,
         periodic: bool = False,
         lines: Lines | None = None,
+        out: Array | None = None,
         what: str = "halo",
     ) -> Tree:
         """Return each rank's rows between the rows of its neighbors.
@@ -118,20 +119,23 @@ class FieldMoves:
         these two numbers. Rows outside of the field are zero; in a ``periodic`` field,
         the last row is followed by the first. If a halo is wider than the rows of a
         neighbor, the other rows come from the next ranks. Raises ValueError on every
-        rank if a periodic halo is wider than the field.
+        rank if a periodic halo is wider than the field. ``out`` receives the result of
+        a single array.
         """
-        lines = lines or self._line
+        lines, outs = lines or self._line, None if out is None else [out]
         name = _plain_name(axis, width, periodic, lines)
-        found = self._repeat(self._halos, what, name, tree)
+        found = self._repeat(self._halos, what, name, tree, outs)
         if found is not None:
-            return found
-        return self._halo(tree, name, (axis, width, periodic, lines), what)
+            return found if out is None else out
+        return self._halo(tree, name, (axis, width, periodic, lines), outs, what)
 
     @collective
-    def _halo(self, tree: Tree, name: Any, given: Any, what: str) -> Tree:
-        found = self._repeat(self._halos, what, name, tree, True)
+    def _halo(
+        self, tree: Tree, name: Any, given: Any, outs: list[Array] | None, what: str
+    ) -> Tree:
+        found = self._repeat(self._halos, what, name, tree, outs, True)
         if found is not None:
-            return found
+            return found if outs is None else outs[0]
         halo, lines = _checked_halo(*given[:3]), given[3]
         arrays, structure = _fields(tree, what, halo.axis)
         sizes = [array.itemsize for array in arrays]
@@ -143,7 +147,9 @@ class FieldMoves:
         def plan(shapes: Shapes) -> tuple[MoveBlocks, _Kinds]:
             return halo_blocks(shapes, sizes, halo, lines, self.rank), results
 
-        move = self._halos, (what, (*halo, lines), tree)
+        if outs is not None:
+            _check_outs(outs, results)
+        move = self._halos, (what, (*halo, lines), tree), outs
         text, fields = _halo_text(what, halo), (arrays, structure)
         check = functools.partial(_halo_problem, halo=halo, pads=0)
         found = self._move(text, fields, lines, (plan, check), move)
@@ -178,7 +184,7 @@ class FieldMoves:
 
     @collective
     def _halo_adjoint(self, tree: Tree, name: Any, given: Any, what: str) -> Tree:
-        found = self._repeat(self._adjoints, what, name, tree, True)
+        found = self._repeat(self._adjoints, what, name, tree, None, True)
         if found is not None:
             key: Any = name, (tree.shape,), (tree.dtype,)
             return self._added(found, key)[0]
@@ -218,7 +224,7 @@ class FieldMoves:
                 kinds.append(((count,), array.dtype))
             return blocks, kinds
 
-        move = self._adjoints, (what, key[0], tree)
+        move = self._adjoints, (what, key[0], tree), None
         text, fields = _halo_text(what, halo), (arrays, structure)
         check = functools.partial(_halo_problem, halo=halo, pads=pads)
         found = self._move(text, fields, lines, (plan, check), move)
@@ -262,7 +268,7 @@ class FieldMoves:
 
     @collective
     def _transpose(self, tree: Tree, name: Any, given: Any, what: str) -> Tree:
-        found = self._repeat(self._transposes, what, name, tree, True)
+        found = self._repeat(self._transposes, what, name, tree, None, True)
         if found is not None:
             return found
         split, whole, lines = given
@@ -286,7 +292,7 @@ class FieldMoves:
             axes = split, whole
             return transpose_blocks(shapes, sizes, axes, lines, self.rank), results
 
-        move = self._transposes, (what, given, tree)
+        move = self._transposes, (what, given, tree), None
         text, fields = f"{what}(split={split}, whole={whole})", (arrays, structure)
         check = functools.partial(_transpose_problem, split=split)
         found = self._move(text, fields, lines, (plan, check), move)
@@ -343,13 +349,18 @@ class FieldMoves:
 
     @staticmethod
     def _repeat(
-        moves: RepeatedMoves, what: str, name: Any, tree: Tree, *nested: bool
+        moves: RepeatedMoves,
+        what: str,
+        name: Any,
+        tree: Tree,
+        outs: list[Array] | None = None,
+        *nested: bool,
     ) -> Any:
         """Repeat a call in the kernel; return None if Python code must make it."""
         if name is None:
             return None
         try:
-            return moves.repeat(what, name, tree, None, *nested)
+            return moves.repeat(what, name, tree, outs, *nested)
         except LengthsDifferError as error:
             return moves.change(error)
 
@@ -359,16 +370,17 @@ class FieldMoves:
         fields: tuple[list[Array], Any],
         lines: Lines,
         rules: tuple[_Plan, _Check],
-        repeated: tuple[RepeatedMoves, tuple[str, Any, Any]],
+        repeated: tuple[RepeatedMoves, tuple[str, Any, Any], list[Array] | None],
     ) -> Sequence[Array]:
         """Make a call whose blocks depend on the shapes of all ranks' arrays."""
         (arrays, structure), (plan, check) = fields, rules
+        moves, given, outs = repeated
         own = tuple(array.shape for array in arrays)
         if self.collectives.channel is None:
             if (problem := check([own], lines[0])) is not None:
                 raise problem
             blocks, kinds = plan([own])
-            results = [np.empty(*kind) for kind in kinds]
+            results = outs or [np.empty(*kind) for kind in kinds]
             plain = [np.require(array, requirements="C") for array in arrays]
             copy_own_blocks(blocks, plain, results)
             return results
@@ -387,10 +399,32 @@ class FieldMoves:
         if len(lines) > 1:
             kinds_text += f" in lines {lines}"
         call = describe_call(text, kinds_text, sum(array.nbytes for array in arrays))
-        (moves, given), integers = repeated, [n for shape in own for n in shape]
+        integers = [n for shape in own for n in shape]
         return moves.make(
-            Move(call, arrays, None, own, plan, given, integers, read_shapes, expected)
+            Move(call, arrays, outs, own, plan, given, integers, read_shapes, expected)
         )
+
+
+def _check_outs(outs: Sequence[Array], kinds: _Kinds) -> None:
+    """Raise ValueError if arrays cannot receive results of these shapes and dtypes."""
+    if len(outs) != len(kinds):
+        raise ValueError(
+            f"expected a single array with out, found {len(kinds)} arrays; call halo "
+            "for each of them"
+        )
+    for out, (shape, dtype) in zip(outs, kinds, strict=True):
+        flags = out.flags if isinstance(out, np.ndarray) else None
+        if flags is None or (out.shape, out.dtype) != (shape, dtype):
+            found = f"{out.dtype}{list(out.shape)}" if flags else type(out).__name__
+            raise ValueError(
+                f"expected {dtype}{list(shape)} as out, found {found}; pass such an "
+                "array, or leave it out"
+            )
+        if not (flags.c_contiguous and flags.writeable):
+            raise ValueError(
+                f"expected a contiguous, writable array as out, found strides "
+                f"{out.strides} and writeable={flags.writeable}; pass a new array"
+            )
 
 
 def _halo_text(what: str, halo: Halo) -> str:

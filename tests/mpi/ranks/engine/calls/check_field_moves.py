@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from random import Random
 from typing import Any
 
@@ -80,8 +81,34 @@ def test_halos_have_the_rows_of_the_whole_field(
         before = own.copy()
         given = case.axis, case.lengths, job.rank, case.width
         wanted = halo_of(whole, *given, periodic=case.periodic)
-        assert_equal(case.call(fields.halo, own), wanted)
+        # Some of the ranks give an array for the result.
+        out = np.empty_like(wanted) if (number + job.rank + seed) % 3 else None
+        halo = functools.partial(fields.halo, out=out)
+        found = case.call(halo, own)
+        assert out is None or found is out
+        assert_equal(found, wanted)
         assert_equal(own, before)
+
+
+def test_a_wrong_array_for_a_halo_is_an_error_of_all(
+    fields: FieldMoves, job: Any
+) -> None:
+    own = np.arange(6.0).reshape(3, 2)
+    good = np.empty((5, 2))
+    wrong = [np.empty((4, 2)), np.empty((5, 2), np.float32), [0.0]]
+    wrong += [np.empty((5, 4))[:, ::2], np.frombuffer(bytes(80)).reshape(5, 2)]
+    for out in wrong:
+        given: Any = out if job.rank == 0 else good
+        error = outcome(fields.halo, own, 0, 1, out=given)
+        assert_told(error, ValueError, job.rank == 0, "as out, found")
+    error = outcome(fields.halo, [own, own], 0, 1, out=good)
+    assert_told(error, ValueError, True, "single array with out")
+    # The result may be in the memory of the own rows.
+    padded = np.full((5, 2), float(job.rank + 1))
+    found = fields.halo(padded[1:-1], 0, 1, out=padded)
+    last = job.rank + 2.0 if job.rank + 1 < job.size else 0.0
+    assert found is padded
+    assert padded[:, 0].tolist() == [float(job.rank), *[job.rank + 1.0] * 3, last]
 
 
 @pytest.mark.parametrize("seed", seeds(60))
