@@ -1,8 +1,8 @@
 """Turns of long tests: each run has all short tests, and a part of the long tests.
 
-``HPCSTRAT_TEST_TURN=1/2 pytest`` runs the first half of the long tests, and ``2/2`` the
-second half. Without the variable all tests run. CI takes turns, so that it ends soon
-enough to wait for it.
+``HPCSTRAT_TEST_TURN=1/3 pytest`` runs the first third of the long tests, and so on.
+Without the variable all tests run. CI takes turns, so that it ends soon enough to wait
+for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["VARIABLE", "turn_of_environment", "unwanted"]
 VARIABLE = "HPCSTRAT_TEST_TURN"
 # Tests and jobs that take longer on a processor take turns, except these: the programs
 # of tf.distribute, and the job of 3 ranks, which finds most mistakes.
-LEAST_SECONDS = 2.0
+LEAST_SECONDS = 1.0
 IN_EACH_TURN = (
     "tests/conformance/",
     "tests/mpi/test_ranks.py::test_rank_tests_pass_where_they_can_fail[3-",
@@ -38,7 +38,7 @@ def turn_of_environment() -> tuple[int, int] | None:
     turn, _, count = text.partition("/")
     if not (turn.isdecimal() and count.isdecimal() and 1 <= int(turn) <= int(count)):
         raise ValueError(
-            f"expected K/N with 1 <= K <= N in {VARIABLE}, such as 1/2, found "
+            f"expected K/N with 1 <= K <= N in {VARIABLE}, such as 1/3, found "
             f"{text!r}; change or unset it"
         )
     return int(turn), int(count)

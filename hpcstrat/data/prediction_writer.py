@@ -108,6 +108,10 @@ class PredictionWriter:
         offsets, self._remaining = found
         self._file = RowFile(path, offsets)
 
+    def __repr__(self) -> str:
+        where = "memory" if self._file is None else repr(str(self._file.path))
+        return f"PredictionWriter({self._num_rows} rows, in {where})"
+
     @property
     def remaining(self) -> Array:
         """Numbers (int64) of the rows that the file lacked when it was opened.

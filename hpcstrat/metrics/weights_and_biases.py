@@ -128,7 +128,7 @@ class WeightsAndBiases:
             _remove_unsent(Path(former["folder"]), self._root)
 
     def flush(self) -> None:
-        """Do nothing, because wandb writes each record; for the library's modules."""
+        """Do nothing: wandb writes each record. For the library's own modules."""
 
     def close(self) -> None:
         """End the run; for the library's own modules."""

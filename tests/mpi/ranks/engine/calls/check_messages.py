@@ -218,6 +218,7 @@ def test_errors_name_the_rank_of_the_job(make_strategy: Any, job: Any) -> None:
         error = outcome(messages.receive(np.ones(3, "f4"), 0, 0, "recv").wait)
         assert f"from rank {job.size - 1} in recv" in str(error)
     job.Barrier()
+    strategy.abandon()
     reverse.Free()
 
 
