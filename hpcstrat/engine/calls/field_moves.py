@@ -405,7 +405,7 @@ class FieldMoves:
         )
 
 
-def _check_outs(outs: Sequence[Array], kinds: _Kinds) -> None:
+def _check_outs(outs: Sequence[Any], kinds: _Kinds) -> None:
     """Raise ValueError if arrays cannot receive results of these shapes and dtypes."""
     if len(outs) != len(kinds):
         raise ValueError(
@@ -413,17 +413,17 @@ def _check_outs(outs: Sequence[Array], kinds: _Kinds) -> None:
             "for each of them"
         )
     for out, (shape, dtype) in zip(outs, kinds, strict=True):
-        flags = out.flags if isinstance(out, np.ndarray) else None
-        if flags is None or (out.shape, out.dtype) != (shape, dtype):
-            found = f"{out.dtype}{list(out.shape)}" if flags else type(out).__name__
+        is_array = isinstance(out, np.ndarray)
+        if not is_array or (out.shape, out.dtype) != (shape, dtype):
+            found = f"{out.dtype}{list(out.shape)}" if is_array else type(out).__name__
             raise ValueError(
                 f"expected {dtype}{list(shape)} as out, found {found}; pass such an "
                 "array, or leave it out"
             )
-        if not (flags.c_contiguous and flags.writeable):
+        if not (out.flags.c_contiguous and out.flags.writeable):
             raise ValueError(
-                f"expected a contiguous, writable array as out, found strides "
-                f"{out.strides} and writeable={flags.writeable}; pass a new array"
+                "expected a contiguous, writable array as out, found strides "
+                f"{out.strides} and writeable={out.flags.writeable}; pass a new array"
             )
 
 
