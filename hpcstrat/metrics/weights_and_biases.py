@@ -139,6 +139,7 @@ class WeightsAndBiases:
 
 def _remove_unsent(folder: Path, root: Path) -> None:
     """Remove the folder of an offline run that was not uploaded."""
-    is_offline = folder.name.startswith("offline-run-") and root in folder.parents
+    is_offline = folder.name.startswith("offline-run-")
+    is_offline = is_offline and root.resolve() in folder.resolve().parents
     if is_offline and not list(folder.glob("*.synced")):
         shutil.rmtree(folder, ignore_errors=True)

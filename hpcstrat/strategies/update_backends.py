@@ -173,7 +173,7 @@ class PositionCopies(Copies):
     def total(self, squares: Sequence[Any]) -> Any:
         total = sum(squares[i] for i in self._whole)
         if self._divided:
-            # Of ranks with the same part, only the first adds it.
+            # Only the first of the ranks with the same part adds it.
             inside, variables = self._strategy.inside, self._variables
             firsts = {i: inside.first_copies(variables[i].split) for i in self._divided}
             mine = [i for i, ranks in firsts.items() if inside.position in ranks]

@@ -202,7 +202,8 @@ class RepeatedMoves:
             call = move.call.with_lengths("an exchange of lengths")
             kind.exchange = self._new_plan(call, blocks, kinds)
         [found] = kind.exchange.run([own], None, self._seconds)
-        rows = tuple(map(tuple, found.reshape(-1, own.size).tolist()))
+        by_rank = found.reshape(self._collectives.size, own.size)
+        rows = tuple(map(tuple, by_rank.tolist()))
         return rows if move.read_lengths is None else move.read_lengths(rows)
 
     def plan(self, move: Move) -> MovePlan:
