@@ -49,7 +49,8 @@ class PreemptionCheckpointHandler:
     restores the newest checkpoint, if there is one, and listens for signals.
 
     A signal to one rank is enough: the header of that rank's next collective call
-    notifies the other ranks, so that no extra messages are sent. All ranks finish the
+    notifies the other ranks, so that no extra messages are sent, except for one call of
+    all ranks in each step if replicas have several ranks. All ranks finish the
     current step. The next `run` saves, and exits the program with status 42. The
     handler also saves and exits shortly before the job's time limit. When the job is
     started again, it continues from the checkpoint, on any number of ranks.
@@ -117,15 +118,9 @@ class PreemptionCheckpointHandler:
         self._longest_save = self._guess = 0.0
         self._manager = _manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
         self._channel = self._manager.collectives.channel
-        inside = self._manager._strategy.inside
-        if inside.size > 1:
-            # Most calls of a step are calls of some ranks only, whose headers do not
-            # notify all other ranks. All ranks raise this error.
-            raise NotImplementedError(
-                "expected replicas of one rank for a PreemptionCheckpointHandler, "
-                f"found {inside.size} ranks per replica; call the manager's save "
-                "regularly"
-            )
+        # Most calls of replicas of several ranks are calls of some ranks, whose headers
+        # do not notify all ranks: one more call of all ranks in each step does.
+        self._tells_all = self._manager._strategy.inside.size > 1
         # Discard notices that all ranks received while an earlier handler existed.
         self._forget()
         try:
@@ -198,7 +193,7 @@ class PreemptionCheckpointHandler:
             self._act()
         result = distributed_train_function(*args, **kwargs)
         self._calls.number += 1
-        self._due = bool(self._told())
+        self._learn()
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
@@ -217,7 +212,7 @@ class PreemptionCheckpointHandler:
         self._calls.number += 1
         if self._due:
             self._act(*args, **kwargs)
-        self._due = bool(self._told())
+        self._learn()
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
@@ -258,6 +253,12 @@ class PreemptionCheckpointHandler:
         told: dict[int, str] = self._channel.noticed
         return told
 
+    def _learn(self) -> None:
+        """Learn at the end of a step whether any rank has had a notice."""
+        if self._tells_all:
+            self._manager.collectives.barrier("PreemptionCheckpointHandler")
+        self._due = bool(self._told())
+
     def _forget(self) -> None:
         self._due, self._notice = False, ""
         if self._channel is not None:
@@ -277,7 +278,8 @@ class PreemptionCheckpointHandler:
         self._forget()
         first = self._is_first
         if first:
-            words = "; ".join(f"replica {r}: {why}" for r, why in sorted(told.items()))
+            who = "rank" if self._tells_all else "replica"
+            words = "; ".join(f"{who} {r}: {why}" for r, why in sorted(told.items()))
             get_logger("preemption").warning(
                 "the job is about to end (%s); saving after %d steps",
                 words,

@@ -440,13 +440,3 @@ def test_values_that_ranks_must_share_are_compared(
         # The streams of one replica are equal again on its ranks.
         manager.save(1)
         manager.close()
-
-
-def test_replicas_of_several_ranks_have_no_preemption_handler(
-    divided: Any, folder: Path
-) -> None:
-    if divided.inside.size == 1:
-        return
-    manager = hs.CheckpointManager(folder, x=_variable(divided, np.zeros(8), 0, "x"))
-    error = outcome(hs.PreemptionCheckpointHandler, None, manager)
-    assert isinstance(error, NotImplementedError), error

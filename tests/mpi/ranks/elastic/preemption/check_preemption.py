@@ -80,6 +80,30 @@ def test_a_signal_to_any_rank_is_one_to_all(strategy: Any, folder: Path) -> None
         job.check()
 
 
+def test_a_signal_to_one_rank_of_a_replica_is_one_to_all_ranks(
+    job: Any, folder: Path
+) -> None:
+    """Steps call inside of replicas only, so their headers reach some ranks only."""
+    counts = [n for n in range(2, job.size + 1) if job.size % n == 0]
+    restores = iter([*counts[1:], 1])
+    for count in counts:
+        with hs.MultiWorkerMirroredStrategy(ranks_per_replica=count) as strategy:
+            inside = strategy.inside
+            for victim in range(job.size):
+                training = Job(strategy, folder / f"{count}-{victim}")
+                for step in range(STEPS):
+                    if step == 3 and job.rank == victim:
+                        os.kill(os.getpid(), signal.SIGUSR2)
+                    training.run(lambda: (inside.sum(1.0), training.total)[1])
+                assert training.left == [4], (count, victim, training.left)
+                assert training.step == STEPS
+                training.handler.close()
+        with hs.MultiWorkerMirroredStrategy(ranks_per_replica=next(restores)) as other:
+            continued = Job(other, folder / f"{count}-0")
+            assert continued.step == 4
+            continued.handler.close()
+
+
 def test_without_a_notice_a_step_makes_no_call_more(
     strategy: Any, folder: Path
 ) -> None:
