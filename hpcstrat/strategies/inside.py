@@ -529,10 +529,10 @@ class Inside:
         Not collective. For the library's own modules.
         """
         axes = [along for _, along in split]
-        if None in axes:
+        if any(not isinstance(along, str) for along in axes):
             return list(range(self.size))
         parts = [
-            [coords[axis] for axis in axes if axis is not None]
+            [coords[axis] for axis in axes if isinstance(axis, str)]
             for coords in map(self.coords_of, range(self.size))
         ]
         return [parts.index(part) for part in parts]
@@ -553,7 +553,11 @@ class Inside:
         """
         slices = [slice(0, length) for length in whole]
         for axis, along in split:
-            slices[axis] = self.part(whole[axis], along, position=position)
+            if isinstance(along, int):
+                place = self.position if position is None else position
+                slices[axis] = slice(0, whole[axis] if place == along else 0)
+            else:
+                slices[axis] = self.part(whole[axis], along, position=position)
         return tuple(slices)
 
     def whole_shape(self, shape: Sequence[int], split: Split) -> tuple[int, ...]:
@@ -571,7 +575,7 @@ class Inside:
             line = [
                 position
                 for position in range(self.size)
-                if along is None or self._in_line(position, along)
+                if not isinstance(along, str) or self._in_line(position, along)
             ]
             whole[axis] = sum(shapes[position][axis] for position in line)
         for position, found in enumerate(shapes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,8 +21,12 @@ _ADVICE = (
     "replica that does not divide the variable, for example"
 )
 
-Split = tuple[tuple[int, str | None], ...]
-"""The divided axes of an array, each with the replica's axis that divides it."""
+Split = tuple[tuple[int, str | int | None], ...]
+"""The divided axes of an array, each with the replica's axis that divides it.
+
+None stands for all ranks of the replica. If the position of a rank is given instead,
+this rank has all rows of the axis, and the others have none.
+"""
 
 
 class DividedVariable(MirroredVariable):
@@ -32,8 +37,9 @@ class DividedVariable(MirroredVariable):
 
     Attributes
     ----------
-    split : tuple of (int, str or None)
-        The divided axes, each with the axis of the replica that divides it.
+    split : tuple of (int, str, int or None)
+        The divided axes, each with the axis of the replica that divides it, or with the
+        position of the rank that has all of it.
     whole_shape : tuple of int
         The shape of the value of which the ranks have parts.
     """
@@ -49,6 +55,9 @@ class DividedVariable(MirroredVariable):
                 own = make(initial_value, dtype)
             given = self._given_split
             self.split = parse_split(given, inside.shape, own.ndim, self.name)
+            if any(isinstance(p, int) and p != inside.position for _, p in self.split):
+                # Another rank keeps the value. A view would keep it in memory.
+                own = own[:0].copy()
             self.whole_shape = inside.whole_shape(own.shape, self.split)
             self._require_equal_parts("creation", own)
             return own
@@ -109,15 +118,26 @@ def parse_split(split: Any, shape: Mapping[str, int], ndim: int, name: str) -> S
                 f"expected an integer as split of variable {name!r}, or a dict from "
                 f"the axes of the replica to integers, found {split!r}; change it"
             )
+        if isinstance(along, int) and not ndim:
+            raise ValueError(
+                f"expected a variable with dimensions on one position, found {name!r}, "
+                "a number; give it the shape (1,)"
+            )
         if not 0 <= axis < ndim:
             raise ValueError(
                 f"expected 0 <= split < {ndim}, the dimensions of variable {name!r}, "
                 f"found {axis}; change it"
             )
-        if along is not None and along not in shape:
+        if isinstance(along, str) and along not in shape:
             raise ValueError(
                 f"expected axes of the replica, {dict(shape)}, in split of variable "
                 f"{name!r}, found {along!r}; change it"
+            )
+        size = math.prod(shape.values())
+        if isinstance(along, int) and not 0 <= along < size:
+            raise ValueError(
+                f"expected a position from 0 to {size - 1} as on of variable {name!r}, "
+                f"found {along}; change it"
             )
     axes = [axis for axis, _ in pairs]
     if len(set(axes)) < len(axes):

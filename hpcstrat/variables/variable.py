@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -81,6 +82,11 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         value, or an axis for each of several axes of ``replica_shape``. Each rank gives
         its own part as ``initial_value``, with the rows of ``strategy.inside.part``.
         Where a replica is one rank, its part is the whole value.
+    on : int, optional
+        With replicas of several ranks: the position of the rank that keeps the value,
+        as a layer of a pipeline needs it. All ranks give the whole ``initial_value``,
+        of at least one dimension; the variables of other ranks have zero rows, and so
+        must their gradients. A replica of one rank keeps all variables.
 
     Attributes
     ----------
@@ -113,7 +119,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         if cls is Variable and strategy is not None:
             # `__init__` parses the options again, and raises errors on all replicas.
             options = VariableOptions()
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, TypeError):
                 options = _options(*args[1:2], **kwargs)
             kind = strategy.variable_class(options)
         self = object.__new__(kind)
@@ -130,9 +136,10 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
         aggregation: VariableAggregation | str = VariableAggregation.NONE,
         split: int | Mapping[str, int] | None = None,
+        on: int | None = None,
     ) -> None:
         self.name = name or "Variable"
-        options = _options(trainable, synchronization, aggregation, split)
+        options = _options(trainable, synchronization, aggregation, split, on)
         self.aggregation = options.aggregation
         self.synchronization = options.synchronization
         self.trainable = options.trainable
@@ -144,7 +151,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
                 f"expected synchronization AUTO, ON_WRITE or ON_READ for variable "
                 f"{self.name!r}, found NONE; leave it out for the default"
             )
-        self._given_split = split
+        self._given_split = options.split
         self._keep(self._initialize(initial_value, dtype))
         self._made()
 
@@ -683,21 +690,35 @@ def _options(
     synchronization: Any = VariableSynchronization.AUTO,
     aggregation: Any = VariableAggregation.NONE,
     split: Any = None,
+    on: Any = None,
     **_: Any,
 ) -> VariableOptions:
     """Parse the options of a variable; raise ValueError for a wrong option."""
     aggregation = VariableAggregation.parse(aggregation)
-    on = VariableSynchronization.parse(synchronization)
+    when = VariableSynchronization.parse(synchronization)
     # As in tf.distribute, ON_READ variables are not trainable by default: the replicas'
     # parts of a total have no gradient.
-    default = on is not VariableSynchronization.ON_READ
-    if split is not None and on is VariableSynchronization.ON_READ:
+    default = when is not VariableSynchronization.ON_READ
+    if on is not None:
+        if split is not None:
+            raise ValueError(
+                f"expected split or on of a variable, found both, {split!r} and {on!r};"
+                " leave one of the two out"
+            )
+        try:
+            split = ((0, operator.index(on)),)
+        except TypeError:
+            raise TypeError(
+                f"expected an integer as on of a variable, found {on!r}; pass the "
+                "position of a rank in its replica"
+            ) from None
+    if split is not None and when is VariableSynchronization.ON_READ:
         raise ValueError(
-            "expected no synchronization ON_READ of a variable with split, found it; "
-            "leave one of the two out"
+            "expected no synchronization ON_READ of a variable with split or on, found "
+            "it; leave one of the two out"
         )
     trains = default if trainable is None else bool(trainable)
-    return VariableOptions(on, aggregation, trains, split)
+    return VariableOptions(when, aggregation, trains, split)
 
 
 def apply_into(component: Array, method: str, array: Array) -> None:

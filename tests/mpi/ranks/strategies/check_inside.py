@@ -169,6 +169,76 @@ def test_logical_replicas_have_the_same_bits_on_any_number_of_replicas(
         assert len(set(bits)) <= 1
 
 
+@pytest.mark.parametrize("rule", RULES, ids=["momentum", "clipped", "adam"])
+def test_layers_on_positions_are_trained_as_in_one_process(
+    strategies: dict[int, Any], rule: Callable[[], Any]
+) -> None:
+    rng = np.random.default_rng(4)
+    starts = [rng.standard_normal((3, 3)) for _ in range(3)]
+    targets = rng.standard_normal((12, 3))
+    with hs.get_strategy().scope():
+        plain = [hs.Variable(start, name=str(i)) for i, start in enumerate(starts)]
+        optimizer = rule()
+    for step in range(STEPS):
+        rows = targets[step % 4 :: 4]
+        parts = [2 * (v.value() - rows.mean(0)) for v in plain]
+        optimizer.apply_gradients(list(zip(parts, plain, strict=True)))
+    for count, strategy in strategies.items():
+        inside, replicas = strategy.inside, strategy.num_replicas_in_sync
+        if 3 % replicas:
+            continue
+        places = [i % count for i in range(3)]
+        with strategy.scope():
+            variables = [
+                hs.Variable(start.copy, name=str(i), on=place)
+                for (i, start), place in zip(enumerate(starts), places, strict=True)
+            ]
+            optimizer = rule()
+        for step in range(STEPS):
+            rows = targets[step % 4 :: 4][strategy.replica_id :: replicas]
+            parts = [2 * (v.value() - rows.mean(0)) / replicas for v in variables]
+            pairs = list(zip(parts, variables, strict=True))
+            strategy.run(optimizer.apply_gradients, args=(pairs,))
+        for place, variable, expected in zip(places, variables, plain, strict=True):
+            mine = inside.position == place
+            assert variable.shape == (3 if mine else 0, 3)
+            np.testing.assert_allclose(
+                variable.numpy(), expected.numpy(), rtol=1e-12, atol=1e-12
+            )
+        # Each rank keeps the state of its own layers only.
+        for variable in optimizer.checkpoint_variables().values():
+            if len(variable.shape) == 2:
+                place = places[int(variable.name.rsplit("/")[-1])]
+                assert len(variable.value()) == (3 if inside.position == place else 0)
+        strategy.check_divergence()
+
+
+def test_wrong_positions_of_variables_are_errors_on_all_ranks(
+    divided: Any, strategies: dict[int, Any]
+) -> None:
+    size = divided.inside.size
+    one = np.zeros(3)
+    cases = [
+        ({"on": 0, "split": 0}, one, "found both", ValueError),
+        ({"on": "x"}, one, "found 'x'", TypeError),
+        ({"on": 0, "synchronization": "on_read"}, one, "ON_READ", ValueError),
+    ]
+    if size > 1:
+        cases += [
+            ({"on": size}, one, f"found {size}", ValueError),
+            ({"on": -1}, one, "found -1", ValueError),
+            ({"on": 0}, 0.0, "shape (1,)", ValueError),
+        ]
+    with divided.scope():
+        for words, value, found, kind in cases:
+            error = outcome(hs.Variable, value, **words)
+            assert isinstance(error, kind), (words, error)
+            assert found in str(error), error
+    # Without replicas of several ranks, the only rank has all positions.
+    with strategies[1].scope():
+        assert hs.Variable(one, on=5).shape == (3,)
+
+
 def test_a_forgotten_sum_inside_is_an_error_on_all_ranks(divided: Any) -> None:
     if divided.inside.size == 1:
         return
