@@ -115,15 +115,22 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def variable_over(
-    value: Array, strategy: Strategy, name: str, *, trainable: bool
+    value: Array,
+    strategy: Strategy,
+    name: str,
+    *,
+    trainable: bool,
+    split: Any = None,
 ) -> Variable:
-    """Return a variable that uses ``value``'s memory; not collective.
+    """Return a variable that uses ``value``'s memory.
 
-    The values must already be equal on all replicas.
+    The values must already be equal on all replicas. Not collective, except over the
+    ranks of a replica if these divide the value, by ``split``.
     """
     token = push(strategy.cross_context)
     try:
-        return Variable(Adopted(value, is_equal=True), trainable, name=name)
+        own = Adopted(value, is_equal=True)
+        return Variable(own, trainable, name=name, split=split)
     finally:
         pop(token)
 

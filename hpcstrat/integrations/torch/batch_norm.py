@@ -8,6 +8,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpcstrat.engine.options import ReduceOp
+from hpcstrat.engine.typing import Replicas
 from hpcstrat.integrations.torch.tensors import memory_of, torchs_stream
 from hpcstrat.strategies import Strategy
 
@@ -17,10 +18,15 @@ _WHAT = "batch normalization"
 
 
 class _Home:
-    """Refers to the strategy of a layer and of its copies; omitted in saved files."""
+    """Refers to the strategy of a layer and of its copies; omitted in saved files.
 
-    def __init__(self, strategy: Strategy | None = None) -> None:
-        self.strategy = strategy
+    ``divided``: the ranks of a replica have other values, parts of a field.
+    """
+
+    def __init__(
+        self, strategy: Strategy | None = None, *, divided: bool = False
+    ) -> None:
+        self.strategy, self.divided = strategy, divided
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Home:
         return self
@@ -43,7 +49,9 @@ class SyncBatchNorm(_BatchNorm):
     _home = _Home()
 
     @classmethod
-    def convert(cls, module: torch.nn.Module, strategy: Strategy) -> torch.nn.Module:
+    def convert(
+        cls, module: torch.nn.Module, strategy: Strategy, *, divided: bool = False
+    ) -> torch.nn.Module:
         """Replace all layers of batch normalization by synchronized layers.
 
         Logically collective over the strategy's replicas. Call `convert` before
@@ -56,11 +64,19 @@ class SyncBatchNorm(_BatchNorm):
             ``torch.nn.SyncBatchNorm`` are replaced; weights and buffers are kept.
         strategy : Strategy
             The strategy whose replicas normalize together.
+        divided : bool
+            True: the ranks of a replica have parts of a field, and normalize by the
+            mean and variance of the whole field. False: they have equal values.
 
         Returns
         -------
         torch.nn.Module
             The module; or the new layer, if the module is itself a layer to replace.
+
+        Raises
+        ------
+        NotImplementedError
+            For a divided field with logical replicas.
 
         Examples
         --------
@@ -71,7 +87,12 @@ class SyncBatchNorm(_BatchNorm):
         >>> type(net[1]).__name__
         'SyncBatchNorm'
         """
-        home = _Home(strategy)
+        if divided and strategy.inside.size > 1 and strategy.logical:
+            raise NotImplementedError(
+                "expected one replica on each rank for the normalization of divided "
+                "fields, found logical replicas; leave out logical_replicas"
+            )
+        home = _Home(strategy, divided=divided)
         if isinstance(module, _BatchNorm):
             return cls._instead(module, home)
         for owner in list(module.modules()):
@@ -112,25 +133,33 @@ class SyncBatchNorm(_BatchNorm):
                 "expected a SyncBatchNorm with a strategy, found one that was loaded "
                 "from a file; call SyncBatchNorm.convert(module, strategy) again"
             )
-        return normalize(self, values, strategy)
+        return normalize(self, values, strategy, divided=self._home.divided)
 
 
-def normalize(layer: Any, values: Any, strategy: Strategy) -> Any:
+def normalize(
+    layer: Any, values: Any, strategy: Strategy, *, divided: bool = False
+) -> Any:
     """Normalize values by a layer of batch normalization, in training or without means.
 
-    Collective over the strategy's replicas.
+    Collective over the strategy's replicas; over all its ranks if these have parts of
+    ``divided`` fields.
     """
-    output, mean, variance, count = strategy.collectives.call(
-        _WHAT, _normalized, layer, values, strategy
+    ranks = strategy.all_ranks if divided else strategy
+    if ranks is strategy:
+        place = strategy.replica_id, strategy.num_replicas_in_sync
+    else:
+        place = ranks.rank, ranks.num_ranks
+    output, mean, variance, count = ranks.collectives.call(
+        _WHAT, _normalized, layer, values, (ranks, *place)
     )
     if layer.training and layer.running_mean is not None:
         _track(layer, mean, variance, count)
     return output
 
 
-def _normalized(layer: Any, values: Any, strategy: Strategy) -> Any:
+def _normalized(layer: Any, values: Any, who: tuple[Replicas, int, int]) -> Any:
     SyncBatchNorm._check_input_dim(layer, values)
-    how = layer.eps, strategy
+    how = layer.eps, *who
     return _Normalize.apply(values, layer.weight, layer.bias, how)
 
 
@@ -149,9 +178,9 @@ def _track(layer: Any, mean: Any, variance: Any, count: Any) -> None:
 
 
 @torchs_stream()
-def _summed(strategy: Strategy, rows: torch.Tensor, what: str) -> torch.Tensor:
+def _summed(ranks: Replicas, rows: torch.Tensor, what: str) -> torch.Tensor:
     array = memory_of(rows)
-    strategy.collectives.batch_reduce(ReduceOp.SUM, array, what, out=array)
+    ranks.collectives.batch_reduce(ReduceOp.SUM, array, what, out=array)
     return rows
 
 
@@ -170,9 +199,14 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, values: Any, weight: Any, bias: Any, how: tuple[float, Strategy]
+        ctx: Any,
+        values: Any,
+        weight: Any,
+        bias: Any,
+        how: tuple[float, Replicas, int, int],
     ) -> Any:
-        eps, strategy = how
+        # ``own`` of ``number`` sets of values, which are normalized together, is here.
+        eps, ranks, own, number = how
         # Values of 2-byte types are normalized in float32, as in torch.
         wide = values.float() if values.dtype.itemsize == 2 else values
         channels = values.shape[1]
@@ -182,14 +216,12 @@ class _Normalize(torch.autograd.Function):
         # (Chan, Golub and LeVeque 1983, doi:10.1080/00031305.1983.10483115).
         mean = _totals(wide) / max(count, 1)
         squares = _totals((wide - _spread(mean, wide)).square())
-        rows = wide.new_zeros(
-            (strategy.num_replicas_in_sync, 1 + 2 * channels), dtype=torch.float64
-        )
-        rows[strategy.replica_id, 0] = count
-        rows[strategy.replica_id, 1 : 1 + channels] = mean
-        rows[strategy.replica_id, 1 + channels :] = squares
+        rows = wide.new_zeros((number, 1 + 2 * channels), dtype=torch.float64)
+        rows[own, 0] = count
+        rows[own, 1 : 1 + channels] = mean
+        rows[own, 1 + channels :] = squares
         # Each replica fills only its own row, so the sum gathers all rows.
-        rows = _summed(strategy, rows, _WHAT)
+        rows = _summed(ranks, rows, _WHAT)
         counts, means = rows[:, :1], rows[:, 1 : 1 + channels]
         total = counts.sum().clamp(min=1)
         mean = (counts * means).sum(0) / total
@@ -201,7 +233,7 @@ class _Normalize(torch.autograd.Function):
         if bias is not None:
             output = output + _spread(bias, wide)
         ctx.save_for_backward(normal, scale, total, weight)
-        ctx.strategy = strategy
+        ctx.ranks = ranks
         ctx.mark_non_differentiable(mean, variance, total)
         return output.to(values.dtype), mean, variance, total
 
@@ -213,7 +245,7 @@ class _Normalize(torch.autograd.Function):
         # Gradients of bias and weight for this replica's rows; the hooks of `replicate`
         # combine them over replicas.
         shift, slope = (part.clone() for part in own)
-        summed = _summed(ctx.strategy, own, f"{_WHAT} backward") / total
+        summed = _summed(ctx.ranks, own, f"{_WHAT} backward") / total
         inner = wide - _spread(summed[0], wide) - normal * _spread(summed[1], wide)
         factor = scale if weight is None else scale * weight
         values = (inner * _spread(factor, wide)).to(gradient.dtype)

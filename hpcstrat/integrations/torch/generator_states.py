@@ -30,7 +30,8 @@ class GeneratorStates:
     """The states of the generators of each replica; saved like random streams.
 
     A restore on another number of replicas gives each replica with a saved state its
-    state. Further replicas keep the states that the program has given them.
+    state. Further replicas keep the states that the program has given them. If replicas
+    have several ranks, which may draw other numbers, these are the states of each rank.
     """
 
     checkpoint_section = "rng"
@@ -43,13 +44,20 @@ class GeneratorStates:
     def state(self) -> dict[str, Any]:
         """Return the states of all replicas; collective over them."""
         # Logical replicas of a rank share the rank's generators.
-        rows = np.stack([_packed()] * len(self.distribute_strategy.local_replicas))
-        collectives = self.distribute_strategy.collectives
+        rows = np.stack([_packed()] * len(self._places))
+        collectives = self.distribute_strategy.all_ranks.collectives
         return _described(collectives.all_gather(rows, 0, "states of generators"))
 
     def own_state(self) -> dict[str, Any]:
         """Return the states of this process's replicas."""
         return _described(_packed()[None])
+
+    @property
+    def _places(self) -> Sequence[int]:
+        """The rows of this rank."""
+        strategy = self.distribute_strategy
+        ranks = strategy.all_ranks
+        return strategy.local_replicas if ranks is strategy else [ranks.rank]
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless a saved state is one of these generators."""
@@ -63,7 +71,7 @@ class GeneratorStates:
 
     def restore_state(self, state: dict[str, Any]) -> None:
         """Set this replica's generators to its row of a saved state; not collective."""
-        rows, first = state["state"], self.distribute_strategy.local_replicas[0]
+        rows, first = state["state"], self._places[0]
         own = rows[first] if first < len(rows) else None
         self.restore_own_state(state, [own], changed=False)
 

@@ -16,7 +16,7 @@ gradient share its memory with a value that the rest of the backward needs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,7 @@ from hpcstrat.integrations.torch.tensors import (
     torchs_stream,
 )
 from hpcstrat.strategies import Strategy
+from hpcstrat.variables.divided import Split
 
 __all__ = ["Replicated"]
 
@@ -78,11 +79,13 @@ class Replicated:
         *,
         buffers: str | None,
         bucket_bytes: int,
-        divided: Collection[str] = (),
+        divided: Mapping[str, Split] | None = None,
     ) -> None:
         self.strategy = strategy
         self.op = op
-        self.buffers = self.buffers_class(module, strategy, buffers, divided)
+        # How the ranks of a replica divide parameters and buffers.
+        self.divided: Mapping[str, Split] = divided or {}
+        self.buffers = self.buffers_class(module, strategy, buffers, self.divided)
         self.syncs = True
         # Counts backwards if there is one replica, and so no channel that counts them.
         self._alone = Position()
@@ -109,7 +112,7 @@ class Replicated:
         overlaps = strategy.collectives.overlaps and not strategy.logical
         if strategy.inside.size > 1:
             overlaps = False
-            parts = [name for name in self._names if name in divided]
+            parts = [name for name in self._names if name in self.divided]
             self._inner = InnerGradients(strategy, named, parts, self._own_share)
         self._bucket_bytes = bucket_bytes if overlaps else 0
         # Parameters with dense gradients on all replicas in the last backward, and

@@ -6,28 +6,38 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from hpcstrat.checkpoint.agreement import of_all_groups
 from hpcstrat.checkpoint.file.plain_state import as_text
 from hpcstrat.engine.typing import Array, Replicas
-from hpcstrat.integrations.frameworks import require_one_rank, variable_over
+from hpcstrat.integrations.frameworks import variable_over
 from hpcstrat.integrations.torch.generator_states import GeneratorStates
+from hpcstrat.integrations.torch.inner_gradients import require_equal
 from hpcstrat.integrations.torch.logical_gradients import streams_of
 from hpcstrat.integrations.torch.module_buffers import broadcast
-from hpcstrat.integrations.torch.replication import inner, strategy_of
+from hpcstrat.integrations.torch.replication import inner, splits_of, strategy_of
 from hpcstrat.integrations.torch.tensors import as_tensor, memory_of, torchs_stream
 from hpcstrat.strategies import Strategy
-from hpcstrat.variables import Variable
+from hpcstrat.variables import DividedVariable, Variable
+from hpcstrat.variables.divided import Split
 
 __all__ = ["state"]
 
 
 class _Adoption:
-    """Keeps a variable in each tensor's memory; replaces it if the tensor moves."""
+    """Keeps a variable in each tensor's memory; replaces it if the tensor moves.
 
-    def __init__(self, strategy: Strategy) -> None:
-        self.strategy = strategy
+    ``split_of`` returns how the ranks of a replica divide a tensor, or None.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        split_of: Callable[[str, torch.Tensor], Split | None],
+    ) -> None:
+        self.strategy, self._split_of = strategy, split_of
         self._found: dict[str, tuple[Any, Variable]] = {}
 
     def variables(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Variable]:
@@ -44,7 +54,10 @@ class _Adoption:
     def _adopt(self, name: str, tensor: torch.Tensor) -> Variable:
         _require_contiguous(name, tensor)
         trainable, memory = isinstance(tensor, torch.nn.Parameter), memory_of(tensor)
-        return variable_over(memory, self.strategy, name, trainable=trainable)
+        split = self._split_of(name, tensor)
+        return variable_over(
+            memory, self.strategy, name, trainable=trainable, split=split
+        )
 
 
 def _require_contiguous(name: str, tensor: torch.Tensor) -> None:
@@ -63,14 +76,18 @@ class _Module:
     def __init__(self, module: torch.nn.Module, strategy: Strategy) -> None:
         self.module = module
         self.distribute_strategy = strategy
-        self._adoption = _Adoption(strategy)
+        self._splits = splits_of(module)
+        self._adoption = _Adoption(strategy, lambda name, _: self._splits.get(name))
         tensors = self._tensors()
         # Check before the broadcast: the other replicas would wait there for this one.
         for name, tensor in tensors.items():
             _require_contiguous(name, tensor)
         with torchs_stream():
             arrays = {name: memory_of(tensor) for name, tensor in tensors.items()}
-            broadcast(strategy, arrays, "state of a module")
+            whole = {k: a for k, a in arrays.items() if k not in self._splits}
+            require_equal(strategy, whole, "state of a module")
+            with strategy.inside.divided():
+                broadcast(strategy, arrays, "state of a module")
         self._adoption.variables(tensors)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -95,17 +112,29 @@ class _OptimizerSlots:
     """Slots of an optimizer, such as momentum, by slot name and parameter name."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, module: torch.nn.Module, strategy: Any
+        self, optimizer: torch.optim.Optimizer, module: _Module, strategy: Any
     ) -> None:
         self.optimizer = optimizer
         self.distribute_strategy = strategy
-        self._adoption = _Adoption(strategy)
-        known = {id(p): name for name, p in module.named_parameters()}
+        self._adoption = _Adoption(strategy, self._split_of)
+        # The divided parameters, each with its variable.
+        self._divided = {
+            name: variable
+            for name, variable in module.checkpoint_variables().items()
+            if isinstance(variable, DividedVariable)
+        }
+        known = {id(p): name for name, p in module.module.named_parameters()}
         self._names = {
             known.get(id(parameter), f"{number}.{index}"): parameter
             for number, group in enumerate(optimizer.param_groups)
             for index, parameter in enumerate(group["params"])
         }
+
+    def _split_of(self, name: str, slot: torch.Tensor) -> Split | None:
+        # Numbers, such as counts of steps, are not divided.
+        variable = self._divided.get(name.partition("/")[2])
+        same = variable is not None and slot.shape == variable.shape
+        return variable.split if variable is not None and same else None
 
     def _slots(self) -> Iterator[tuple[str, str, Any]]:
         for name, parameter in self._names.items():
@@ -145,7 +174,11 @@ class _OptimizerSlots:
             )
         groups = self.optimizer.param_groups
         group = next(g for g in groups if any(p is parameter for p in g["params"]))
-        tensor = as_tensor(value.copy())
+        divided = self._divided.get(owner)
+        if divided is not None and value.shape == divided.whole_shape:
+            inside = divided.distribute_strategy.inside
+            value = value[inside.region(divided.whole_shape, divided.split)]
+        tensor = as_tensor(np.ascontiguousarray(value).copy())
         # As in torch, step counts are on the host, unless the optimizer needs them on
         # the GPU.
         if kind != "step" or group.get("capturable") or group.get("fused"):
@@ -173,6 +206,13 @@ class _OptimizerSlots:
             for kind, name, value in self._slots()
             if not _has_memory(value)
         ]
+        for kind, name, _ in slots:
+            if name in self._divided:
+                raise ValueError(
+                    f"expected dense tensors as state of {name!r}, which the ranks of "
+                    f"a replica divide, found another kind as {kind!r}; take another "
+                    "optimizer for it, such as Adam"
+                )
         groups = [
             {
                 k: v.item() if isinstance(v, torch.Tensor) else _packed(v)
@@ -302,6 +342,9 @@ def state(
     If parameters are moved, for instance by ``.to``, the next save uses their new
     memory.
 
+    If the ranks of a replica divide parameters, see `replicate`, a file has the whole
+    parameters and slots, and is restored on any number of ranks per replica.
+
     With ``generators``, a resumed program draws the numbers that it would have drawn
     without the interruption. On another number of replicas, a replica without a saved
     state keeps the state that the program has given it. Older checkpoints without
@@ -348,12 +391,11 @@ def state(
     ['generators', 'model', 'optimizer', 'torch']
     """
     strategy = strategy_of(module)
-    require_one_rank(strategy, "the state of a module in a checkpoint")
     others = {"scheduler": scheduler, "scaler": scaler}
     others = {name: other for name, other in others.items() if other is not None}
-    found: dict[str, Any] = strategy.collectives.call(
-        "state of a module", _state, inner(module), optimizer, others, strategy
-    )
+    what, calls = "state of a module", strategy.inside.collectives
+    begin = functools.partial(_state, inner(module), optimizer, others, strategy)
+    found: dict[str, Any] = strategy.collectives.call(what, calls.call, what, begin)
     return found
 
 
@@ -369,5 +411,5 @@ def _state(
         found["torch_random"] = streams
     slots = None
     if optimizer is not None:
-        found["optimizer"] = slots = _OptimizerSlots(optimizer, module, strategy)
+        found["optimizer"] = slots = _OptimizerSlots(optimizer, own, strategy)
     return {**found, "torch": _PlainState(own, slots, others)}

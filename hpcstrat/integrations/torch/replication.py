@@ -29,6 +29,7 @@ from hpcstrat.integrations.torch.meshes import is_dtensor
 from hpcstrat.integrations.torch.module_buffers import broadcast
 from hpcstrat.integrations.torch.tensors import memory_of, torchs_stream
 from hpcstrat.strategies import Strategy, get_strategy
+from hpcstrat.variables.divided import Split
 
 __all__ = [
     "global_mean",
@@ -265,6 +266,12 @@ def strategy_of(module: torch.nn.Module) -> Strategy:
     """Return the strategy that a module was replicated on, or else the current one."""
     replicated = _replicated.get(inner(module))
     return get_strategy() if replicated is None else replicated.strategy
+
+
+def splits_of(module: torch.nn.Module) -> Mapping[str, Split]:
+    """Return the divided parameters and buffers of a module that was replicated."""
+    replicated = _replicated.get(module)
+    return {} if replicated is None else replicated.divided
 
 
 def _in_use(strategy: Strategy | None) -> tuple[Strategy, ReduceOp]:
