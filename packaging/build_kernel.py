@@ -33,7 +33,7 @@ class BuildKernel(BuildHookInterface):
         """Compile, and set the wheel's platform tag."""
         del version
         folder = Path(self.root, "hpcstrat", "engine", "native")
-        for name in ("kernel", "reader", "update_rules", "last_line"):
+        for name in ("kernel", "reader", "update_rules", "last_line", "hashed_copy"):
             made = folder / f"{name}.abi3.so"
             problem = compile_kernel(folder / f"{name}.c", made)
             if problem:

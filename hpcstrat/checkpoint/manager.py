@@ -27,6 +27,12 @@ from hpcstrat.checkpoint.file.schema import (
     list_checkpoints,
     step_of,
 )
+from hpcstrat.checkpoint.interval import (
+    Interval,
+    SaveInterval,
+    checked_interval,
+    mean_seconds_between_losses,
+)
 from hpcstrat.checkpoint.keep.folder import Folder
 from hpcstrat.checkpoint.keep.retention import (
     KeepBest,
@@ -36,6 +42,8 @@ from hpcstrat.checkpoint.keep.retention import (
     checked_metrics,
     newest_path,
 )
+from hpcstrat.checkpoint.keep.watcher_contract import watcher
+from hpcstrat.checkpoint.node_memory.node_memory import NodeMemory
 from hpcstrat.checkpoint.objects import Objects, whole_shape
 from hpcstrat.checkpoint.outcomes import RestoreReport, SaveStatistics
 from hpcstrat.checkpoint.restore.restorer import Restorer
@@ -79,6 +87,15 @@ class CheckpointOptions(KeepRules):
     independent : bool
         Allow a strategy of one replica in a job of several ranks; each rank then needs
         its own folder.
+    every : int or "auto"
+        Number of steps between saves to the disk by `CheckpointManager.save_if_due`.
+        ``"auto"`` chooses it from the measured cost of saves, and from the number of
+        times that the run was lost.
+    memory : bool, int or "auto"
+        Whether to keep snapshots in the memory of the nodes, from which `restore` reads
+        in a run that is started again on these nodes. Number: steps between snapshots
+        by `CheckpointManager.save_if_due`. True: as ``"auto"``, which chooses it as
+        ``every`` does. Each save to the disk also makes a snapshot.
 
     Raises
     ------
@@ -92,11 +109,16 @@ class CheckpointOptions(KeepRules):
     keep_for: float | timedelta | None = None
     max_write_bandwidth: float | None = None
     independent: bool = False
+    every: Interval = "auto"
+    memory: bool | Interval = False
 
     def __post_init__(self) -> None:
         """Raise ValueError for invalid values."""
         super().__post_init__()
         checked_bandwidth(self.max_write_bandwidth)
+        checked_interval("every", self.every)
+        if type(self.memory) is not bool:
+            checked_interval("memory", self.memory)
 
 
 class CheckpointManager:
@@ -195,11 +217,25 @@ class CheckpointManager:
         # Saves and restores share the buffer, and the list of damaged files.
         retention, memory = Retention(folder.path, options), ImageMemory()
         self._saver = Saver(strategy.all_ranks, folder, retention, memory)
-        self._restorer = Restorer(strategy, folder.path, known, retention, memory)
+        # The interval of saves to the disk, and that of snapshots in memory.
+        self._disk = SaveInterval(options.every, strategy.all_ranks)
+        self._node_memory: NodeMemory | None = None
+        self._snapshots: SaveInterval | None = None
+        if options.memory:
+            wanted: Interval = options.memory
+            if options.memory is True:
+                wanted = "auto"
+            self._snapshots = SaveInterval(wanted, strategy.all_ranks)
+            self._node_memory = NodeMemory(strategy.all_ranks, folder.path)
+        self._restorer = Restorer(
+            *(strategy, folder.path, known, retention, memory),
+            node_memory=self._node_memory,
+        )
         # Error of a save in the background, to be raised by the next `wait`.
         self._pending: CheckpointError | None = None
         # Number of asynchronous saves: each compares another part of the variables.
         self._turn = 0
+        self._made_at = time.time()
         on_rank_0(strategy, _CREATION, folder.prepare)
         newest_checkpoint.prepare()
 
@@ -343,42 +379,17 @@ class CheckpointManager:
         if step is None:
             step = self._newest_step() + 1
         try:
-            variables = self._objects.variables()
-            with among_some_ranks(self._strategy, "state of objects"):
-                iterators, python = self._objects.states()
             name = checkpoint_name(step)
         except Exception as error:
             # Notify the other ranks, which would wait in this method's collectives.
             self.collectives.fail("save", error)
             raise
-        require_same_state(self.collectives, python)
         kind = "asynchronous save" if asynchronous else "save"
-        given = f"metrics {numbers} and " if numbers else ""
-        self.collectives.barrier(
-            f"{kind} of step {step} with {given}{self._objects.describe(variables)}"
-        )
-        # For a timeline, measure clock offsets (they drift), here just after a barrier.
-        channel = self.collectives.channel
-        measure(None if channel is None else channel.topology)
+        header, values, variables = self._read(step, kind, numbers)
         # An asynchronous save compares only a part, because comparing takes long.
         turn = self._turn if asynchronous else None
         self._turn += asynchronous
         compare = partial(compare_copies, self._strategy, variables, turn)
-        strategy = self._strategy
-        with among_some_ranks(strategy, "reading of variables for a save"):
-            values = self._objects.values(variables)
-        header = Header(
-            step,
-            strategy.num_replicas_in_sync,
-            self._objects.entries(variables, values),
-            iterators,
-            python,
-            numbers,
-            group_of=() if strategy.split is None else tuple(strategy.split.group_of),
-            ranks_per_replica=strategy.inside.size,
-        )
-        if strategy.logical:
-            header.math_threads = strategy.settings.math_threads or 1
         path = os.path.join(self.directory, name)
         order = SaveOptions(
             path=path,
@@ -389,7 +400,127 @@ class CheckpointManager:
             bandwidth=checked_bandwidth(self._options.max_write_bandwidth),
         )
         self._saver.save(order, header, values, compare)
+        if self._node_memory is not None:
+            self._node_memory.snapshot(header, values)
         return path
+
+    def _read(
+        self, step: int, kind: str, metrics: dict[str, float]
+    ) -> tuple[Header, dict[str, Any], dict[str, Any]]:
+        """Return the header and values of all objects at a step, and the variables.
+
+        Collective over the strategy's replicas, which agree on everything.
+        """
+        strategy = self._strategy
+        try:
+            variables = self._objects.variables()
+            with among_some_ranks(strategy, "state of objects"):
+                iterators, python = self._objects.states()
+        except Exception as error:
+            # Notify the other ranks, which would wait in the next collective call.
+            self.collectives.fail(kind, error)
+            raise
+        require_same_state(self.collectives, python)
+        given = f"metrics {metrics} and " if metrics else ""
+        self.collectives.barrier(
+            f"{kind} of step {step} with {given}{self._objects.describe(variables)}"
+        )
+        # For a timeline, measure clock offsets (they drift), here just after a barrier.
+        channel = self.collectives.channel
+        measure(None if channel is None else channel.topology)
+        with among_some_ranks(strategy, f"reading of variables for a {kind}"):
+            values = self._objects.values(variables)
+        header = Header(
+            step,
+            strategy.num_replicas_in_sync,
+            self._objects.entries(variables, values),
+            iterators,
+            python,
+            metrics,
+            group_of=() if strategy.split is None else tuple(strategy.split.group_of),
+            ranks_per_replica=strategy.inside.size,
+        )
+        if strategy.logical:
+            header.math_threads = strategy.settings.math_threads or 1
+        return header, values, variables
+
+    @traced("save_if_due", "checkpoint")
+    @collective
+    def save_if_due(
+        self,
+        step: int | None = None,
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        asynchronous: bool = True,
+        overwrite: bool = False,
+    ) -> str | None:
+        """Save to the disk or to the nodes' memory, if enough steps have passed.
+
+        Collective over the strategy's replicas; call it after each step. A call that
+        does nothing makes no collective call, and takes microseconds. The options
+        ``every`` and ``memory`` of `CheckpointOptions` decide on the intervals.
+
+        Parameters
+        ----------
+        step : int, optional
+            The same number on all ranks; default: the optimizer's iterations.
+        metrics : mapping of str to number, optional
+            See `save`.
+        asynchronous : bool
+            See `save`. A save that is due while an earlier one is being written waits.
+        overwrite : bool
+            See `save`.
+
+        Returns
+        -------
+        str or None
+            Path of the checkpoint; None if none was due.
+
+        Raises
+        ------
+        ValueError
+            If there is no ``step`` and no optimizer.
+        CheckpointError
+            As `save`; also if a newer generation of the run was started by watchers.
+        CollectiveError
+            As `save`.
+        """
+        wanted = self._objects.iterations() if step is None else step
+        if wanted is None:
+            raise ValueError(
+                "expected a step or an optimizer among the objects, found none; pass "
+                "step="
+            )
+        began, memory = time.perf_counter(), self._node_memory
+        path = None
+        if self._disk.is_due(wanted):
+            path = self.save(
+                *(wanted,),
+                metrics=metrics,
+                asynchronous=asynchronous,
+                overwrite=overwrite or step is None,
+            )
+            self._disk.end(wanted, began, self._saver.cost_seconds, self._mean_life())
+        elif memory is not None and self._is_snapshot_due(wanted):
+            header, values, _ = self._read(wanted, "snapshot", {})
+            memory.snapshot(header, values)
+        else:
+            return None
+        if memory is not None and self._snapshots is not None:
+            self._snapshots.end(wanted, began, memory.seconds, self._mean_life())
+        return path
+
+    def _is_snapshot_due(self, step: int) -> bool:
+        memory, snapshots = self._node_memory, self._snapshots
+        usable = memory is not None and not memory.problem
+        return usable and snapshots is not None and snapshots.is_due(step)
+
+    def _mean_life(self) -> float:
+        """Return the estimated seconds between losses of this run, on each rank."""
+        memory, now = self._node_memory, time.time()
+        started = self._made_at if memory is None else memory.first_start
+        generation = watcher().generation if memory is None else memory.generation
+        return mean_seconds_between_losses(generation - 1, now - started)
 
     @collective
     def restore(
@@ -483,7 +614,26 @@ class CheckpointManager:
                 f"expected only to be a list of names from {sorted(known)}, found "
                 f"{only!r}; pass such a list"
             )
-        return self._restorer.restore(chosen, names, only=only, **rules)
+        return self._after_restore(
+            self._restorer.restore(chosen, names, only=only, **rules),
+            whole=only is None,
+        )
+
+    def _after_restore(self, step: int | None, *, whole: bool) -> int | None:
+        """Make a snapshot of restored objects, because new nodes have none."""
+        if step is None:
+            return None
+        self._disk.restart(self._restorer.disk_step)
+        if self._node_memory is None or self._snapshots is None:
+            return step
+        if self._restorer.defers or not whole:
+            # Some variables do not exist yet, or the program will set others.
+            self._snapshots.restart(None)
+        else:
+            header, values, _ = self._read(step, "snapshot", {})
+            self._node_memory.snapshot(header, values)
+            self._snapshots.restart(step)
+        return step
 
     @collective
     def restore_or_initialize(
@@ -510,8 +660,11 @@ class CheckpointManager:
             On every rank, if the checkpoint does not fit.
         """
         self._settle()
-        step = self._restorer.restore(
-            None, {}, allow_cast=False, expect_partial=False, per_replica="error"
+        step = self._after_restore(
+            self._restorer.restore(
+                None, {}, allow_cast=False, expect_partial=False, per_replica="error"
+            ),
+            whole=True,
         )
         if step is None and init_fn is not None:
             init_fn()
@@ -601,6 +754,25 @@ class CheckpointManager:
         finally:
             self._saver.close()
             self._folder.release()
+            if self._node_memory is not None:
+                self._node_memory.close()
+
+    @collective
+    def complete(self) -> None:
+        """Close the manager at the end of the work, and remove its snapshots in memory.
+
+        Collective over the strategy's replicas. After `close`, the snapshots stay in
+        the memory of the nodes, for a run that is started again.
+
+        Raises
+        ------
+        CheckpointError
+            On every rank, if a save in the background failed on any rank; the snapshots
+            then stay.
+        """
+        self.close()
+        if self._node_memory is not None:
+            self._node_memory.remove()
 
     def _add_optional(self, name: str, thing: Any) -> None:
         """Add an object with plain state that older checkpoints may lack."""

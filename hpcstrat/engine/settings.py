@@ -22,8 +22,8 @@ PREFIX = "HPCSTRAT_"
 """Prefix of the names of all environment variables of the library."""
 
 # Beginnings of the names of variables that are not settings: variables of the test
-# suite, of its stand-in for CuPy, and of hpcstrat.testing.
-_NOT_SETTINGS = (f"{PREFIX}TEST", f"{PREFIX}STANDIN")
+# suite, of its stand-in for CuPy, of hpcstrat.testing, and of a node's watcher.
+_NOT_SETTINGS = (f"{PREFIX}TEST", f"{PREFIX}STANDIN", f"{PREFIX}WATCH_")
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")

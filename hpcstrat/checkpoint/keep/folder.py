@@ -23,6 +23,7 @@ from xxhash import xxh3_64_hexdigest
 
 from hpcstrat._launchers import RUN_NAMES, SCHEDULERS
 from hpcstrat.checkpoint.disk import flush_folder
+from hpcstrat.checkpoint.keep.watcher_contract import watcher
 from hpcstrat.cluster_resolver import batch_job_from_environment
 from hpcstrat.cluster_resolver.launch import run_name
 from hpcstrat.engine.topology.process_stat import FLAGS, STATE, process_stat
@@ -203,6 +204,8 @@ def _write(handle: int) -> None:
         "job": _job(),
         "batch_job": _batch_job(),
         "restarts": _restarts(),
+        "watched_run": watcher().run,
+        "generation": watcher().generation,
         "host": platform.node(),
         "pid": os.getpid(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -227,6 +230,10 @@ def _is_ours(record: dict[str, Any]) -> bool:
     The lock of a run on a lost host may still exist, because NFS servers keep locks of
     crashed hosts for a time. After a requeue, ranks of the earlier run may still end.
     """
+    run = watcher().run
+    if run and run == record.get("watched_run"):
+        # Saves of an older generation are refused: see `require_newest_generation`.
+        return True
     job = _batch_job()
     earlier = (record.get("host"), record.get("restarts")) != _place()
     again = bool(job) and job == record.get("batch_job") and earlier

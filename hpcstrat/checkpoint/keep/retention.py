@@ -343,13 +343,14 @@ def newest_path(directory: str) -> str | None:
 
 
 def find_restorable(
-    directory: str, path: str | None, passed_over: list[str]
+    directory: str, path: str | None, passed_over: list[str], needed: bool = True
 ) -> tuple[CheckpointFile | None, list[str]]:
     """Return the checkpoint to restore (None if none), and the list ``passed_over``.
 
     The checkpoint is that at ``path``, or, if ``path`` is None, the newest intact one.
     ``passed_over`` has the paths of newer, damaged ones. Raises CheckpointError if
-    there is no file at ``path``, or if all checkpoints are damaged.
+    there is no file at ``path``, or if all checkpoints are damaged, and one is
+    ``needed``.
     """
     if path is not None:
         try:
@@ -360,7 +361,7 @@ def find_restorable(
                 "or leave it out to restore the newest"
             ) from error
     found = _find_newest(directory, passed_over)
-    if found is None and passed_over:
+    if found is None and passed_over and needed:
         raise CheckpointError(
             f"expected a checkpoint in {directory} that can be read, found "
             f"{len(passed_over)} that cannot be read; move them to another folder to "

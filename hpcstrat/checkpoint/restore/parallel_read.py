@@ -28,6 +28,11 @@ from hpcstrat.checkpoint.file.extents import Extent, part_of
 from hpcstrat.checkpoint.file.image import Image, ImageMemory
 from hpcstrat.checkpoint.file.reader import CheckpointFile, read_values
 from hpcstrat.checkpoint.file.schema import named_dtype
+from hpcstrat.checkpoint.node_memory.held_blocks import (
+    BlockBroadcasts,
+    HeldDeal,
+    HeldSnapshot,
+)
 from hpcstrat.checkpoint.restore.entry_matching import Match, Sink, live_bytes, value_of
 from hpcstrat.checkpoint.save.part_writer import NUM_THREADS
 from hpcstrat.engine.gpu.transfers import Uploads
@@ -72,6 +77,11 @@ class BlockDeal:
     def owns(self, owner: int) -> bool:
         """Return whether this replica reads blocks, and has the number ``owner``."""
         return owner == self._owner and self.column < self.columns
+
+    def is_here(self, owner: int) -> bool:
+        """Return whether every replica has read the blocks of an owner itself."""
+        del owner
+        return self.size == 1
 
     def worker_of(self, owner: int) -> int:
         return owner % self._workers
@@ -166,18 +176,20 @@ def restore_values(
     matches: Sequence[Match],
     strategy: Replicas,
     memory: ImageMemory,
+    held: HeldSnapshot | None = None,
 ) -> tuple[int, float]:
     """Restore the values of all variables; return the bytes read and the seconds.
 
     Collective over the strategy's replicas; ``matches`` have the same order on each.
+    ``held`` is the snapshot in node memory if ``file`` is that of a snapshot.
     Raises on every rank, before any variable changes: CorruptCheckpointError if a part
     is damaged, CheckpointError if memory is short or a part cannot be read now.
     """
     if file.vouched is None:
         return _restore_unchecked(file, matches, strategy)
-    parallel = _ParallelRead(file, matches, strategy, memory)
+    parallel = _ParallelRead(file, matches, strategy, memory, held)
     try:
-        seconds = _read_together(strategy.all_ranks, file.path, parallel.read)
+        seconds = _read_together(strategy.all_ranks, parallel.name, parallel.read)
         return parallel.give_out(), seconds
     finally:
         parallel.close()
@@ -248,9 +260,13 @@ class _ParallelRead:
         matches: Sequence[Match],
         strategy: Replicas,
         memory: ImageMemory,
+        held: HeldSnapshot | None,
     ) -> None:
         assert file.vouched is not None
         self._file, self._strategy, self._memory = file, strategy, memory
+        self._held = held
+        # The same on all ranks, other than the path of a snapshot.
+        self.name = file.path if held is None else held.name
         self._ranks = strategy.all_ranks
         self._vouched = file.vouched
         self._plan = file.vouched.plan
@@ -272,8 +288,12 @@ class _ParallelRead:
         passes = any(s.elsewhere is not None or s.is_divided for s in self._sinks)
         kept_bytes = _KEPT_ON_THE_WAY_BYTES if passes else _KEPT_BYTES
         most_kept = max(1, kept_bytes // self._plan.block_bytes)
-        self._deal = BlockDeal(sorted(needed), most_kept, self._ranks)
-        self._own = self._deal.own
+        self._deal: BlockDeal | HeldDeal
+        if held is None:
+            self._deal = BlockDeal(sorted(needed), most_kept, self._ranks)
+        else:
+            self._deal = HeldDeal(sorted(needed), held.owners, self._ranks)
+        self._own: Sequence[int] = self._deal.own
         self._kept: dict[int, Array] = {}
         # `read` sets the following attributes.
         self._image: Image
@@ -289,7 +309,8 @@ class _ParallelRead:
         if extent is None:
             self._empty.append(match)
         elif (
-            match.takes_one_row(self._strategy)
+            self._held is None
+            and match.takes_one_row(self._strategy)
             and match.variable is not None
             and extent.nbytes > self._plan.block_bytes
         ):
@@ -310,9 +331,11 @@ class _ParallelRead:
         slots = num_kept + NUM_THREADS + 1
         self._image = self._memory.image(slots, self._plan.block_bytes)
         direct = goes_direct(self._strategy.settings.direct_io, self._file.path)
-        self._blocks = self._open.enter_context(
-            Blocks(self._file.path, self._vouched, direct)
-        )
+        # A node that was not there at a snapshot has no file of it.
+        if self._held is None or any(map(self._deal.owns, self._held.owners.tolist())):
+            self._blocks = self._open.enter_context(
+                Blocks(self._file.path, self._vouched, direct)
+            )
         todo: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
         for index, block in enumerate(self._own):
             todo.put((block, index if index < num_kept else -1))
@@ -387,21 +410,22 @@ class _ParallelRead:
 
         Collective over the strategy's replicas. Returns the bytes that this one read.
         """
-        what = f"values of {self._file.path}"
+        what = f"values of {self.name}"
         # All replicas have checked their parts: from here on, variables change.
         self._ranks.collectives.barrier(what)
-        shared: Shared | None = None
+        shared: Shared | BlockBroadcasts | None = None
+        kind = Shared if self._held is None else BlockBroadcasts
         try:
             for group in self._deal.rounds():
                 self._read_again(group)
                 parts = [self._trimmed(block) for block, _ in group]
-                if self._deal.size == 1:
-                    block = group[0][0]
+                block, owner = group[0]
+                if self._deal.is_here(owner):
                     self._put(parts[0], self._kept[block], self._plan.span(block)[0])
                     continue
                 with self._ranks.collectives.moving(what):
                     if shared is None:
-                        shared = Shared(self._ranks.collectives.channel)
+                        shared = kind(self._ranks.collectives.channel)
                     self._share(shared, group, parts)
         except BaseException:
             if shared is not None:
@@ -420,7 +444,10 @@ class _ParallelRead:
         return self._nbytes
 
     def _share(
-        self, shared: Shared, group: list[tuple[int, int]], parts: list[range]
+        self,
+        shared: Shared | BlockBroadcasts,
+        group: list[tuple[int, int]],
+        parts: list[range],
     ) -> None:
         # All replicas make as many exchanges as the longest part needs.
         longest = max(map(len, parts))
@@ -474,7 +501,7 @@ class _ParallelRead:
                         f"{problem} (some variables already have restored values, "
                         "others still have their old values)"
                     )
-        _raise_together(self._ranks, error, self._file.path)
+        _raise_together(self._ranks, error, self.name)
 
     def close(self) -> None:
         self._kept.clear()

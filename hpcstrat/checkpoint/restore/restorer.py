@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpcstrat.checkpoint.agreement import on_rank_0
 from hpcstrat.checkpoint.file.image import ImageMemory
 from hpcstrat.checkpoint.file.reader import CheckpointFile
 from hpcstrat.checkpoint.file.schema import Header
 from hpcstrat.checkpoint.keep.retention import Retention, find_restorable, warn
+from hpcstrat.checkpoint.node_memory.held_blocks import HeldSnapshot
+from hpcstrat.checkpoint.node_memory.node_memory import NodeMemory
 from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.checkpoint.outcomes import RestoreReport
 from hpcstrat.checkpoint.restore.entry_matching import match_entries, renamed
@@ -25,6 +27,13 @@ from hpcstrat.safety import newest_checkpoint
 __all__ = ["Restorer"]
 
 
+class _Found(NamedTuple):
+    """A checkpoint, and the snapshot in node memory if the checkpoint is one."""
+
+    file: CheckpointFile
+    held: HeldSnapshot | None = None
+
+
 class Restorer:
     """Restores checkpoints for one `CheckpointManager`."""
 
@@ -35,14 +44,21 @@ class Restorer:
         objects: Objects,
         retention: Retention,
         memory: ImageMemory,
+        *,
+        node_memory: NodeMemory | None,
     ) -> None:
         self._strategy = strategy
         self._ranks = strategy.all_ranks
         self._collectives = self._ranks.collectives
         self._objects = objects
         self._retention, self._memory = retention, memory
+        self._node_memory = node_memory
         self.directory = directory
         self.last: RestoreReport | None = None
+        # True if the last restore left values to objects that make variables later.
+        self.defers = False
+        # Step of the newest checkpoint on the disk, or None, at the last restore.
+        self.disk_step: int | None = None
 
     @traced("restore", "checkpoint")
     def restore(
@@ -50,37 +66,57 @@ class Restorer:
     ) -> int | None:
         """Restore the checkpoint at ``path``, or the newest one; return its step.
 
-        Collective over all ranks. Returns None if there is no checkpoint.
-        ``rename`` maps saved paths to the program's; ``rules`` are arguments of
-        `match_entries`. Raises CheckpointError on every rank before variables change.
+        Without a path, the newest one may be a snapshot in node memory. Collective over
+        all ranks. Returns None if there is no checkpoint. ``rename`` maps saved paths
+        to the program's; ``rules`` are arguments of `match_entries`. Raises
+        CheckpointError on every rank before variables change.
         """
         began = time.perf_counter()
         if self._collectives.channel is not None:
             self._collectives.channel.failures.meet()
         passed_over: list[str] = []
+        damaged: set[bytes] = set()
         while True:
-            file, passed_over = on_rank_0(
-                self._strategy,
-                "search for a checkpoint",
-                partial(find_restorable, self.directory, path, passed_over),
-            )
-            self._distrust(passed_over)
-            if file is None:
+            found, passed_over = self._search(path, passed_over, damaged)
+            if found is None:
                 return None
             try:
-                step = self._load(file, began, passed_over, rename, rules)
-                if path is None and self._ranks.rank == 0:
-                    newest_checkpoint.tell(file.path)
+                step = self._load(found, began, passed_over, rename, rules)
+                if path is None and found.held is None and self._ranks.rank == 0:
+                    newest_checkpoint.tell(found.file.path)
                 return step
             except CorruptCheckpointError as error:
                 # All ranks raise this error together: the data are damaged, which the
                 # search does not read. Try the next older checkpoint.
-                self._distrust([file.path])
+                if found.held is None:
+                    self._distrust([found.file.path])
                 if path is not None:
                     raise
                 if self._ranks.rank == 0:
                     warn(error)
-                passed_over = [*passed_over, file.path]
+                if found.held is None:
+                    passed_over = [*passed_over, found.file.path]
+                else:
+                    damaged.add(found.held.digest)
+
+    def _search(
+        self, path: str | None, passed_over: list[str], damaged: set[bytes]
+    ) -> tuple[_Found | None, list[str]]:
+        """Return the checkpoint or snapshot to restore, and the files passed over."""
+        held = None
+        if path is None and self._node_memory is not None:
+            held = self._node_memory.find(damaged)
+        file, passed_over = on_rank_0(
+            self._strategy,
+            "search for a checkpoint",
+            partial(find_restorable, self.directory, path, passed_over, held is None),
+        )
+        self._distrust(passed_over)
+        self.disk_step = None if file is None else file.header.step
+        if held is None or self._node_memory is None or _is_newer(file, held):
+            return None if file is None else _Found(file), passed_over
+        self._node_memory.follow(held)
+        return _Found(held.file, held), passed_over
 
     def _distrust(self, paths: list[str]) -> None:
         if self._ranks.rank == 0:
@@ -100,17 +136,19 @@ class Restorer:
 
     def _load(
         self,
-        file: CheckpointFile,
+        found: _Found,
         began: float,
         passed_over: list[str],
         rename: Mapping[str, str],
         rules: dict[str, Any],
     ) -> int:
+        file, held = found
         variables, split = self._objects.variables(), self._strategy.split
         # The barrier fails if this text, with file, variables and rules, differs.
         how = {**rules, "rename": dict(rename)}
         self._collectives.barrier(
-            f"restore of {file.path} into {self._objects.describe(variables)} ({how})"
+            f"restore of {file.path if held is None else held.name} into "
+            f"{self._objects.describe(variables)} ({how})"
         )
         self._look_at_threads(file.header)
         header = renamed(file.header, rename)
@@ -123,10 +161,11 @@ class Restorer:
             **rules,
         )
         nbytes, read_seconds = restore_values(
-            file, matches, self._strategy, self._memory
+            file, matches, self._strategy, self._memory, held
         )
         only = rules.get("only")
         self._objects.reset(unmade)
+        self.defers = any(match.variable is None for match in matches)
         saved, now = header.num_replicas, self._strategy.num_replicas_in_sync
         rows = [m.entry.shape[0] for m in matches if m.entry.per_group]
         if rows and split is not None:
@@ -148,3 +187,10 @@ class Restorer:
             passed_over=tuple(passed_over),
         )
         return header.step
+
+
+def _is_newer(file: CheckpointFile | None, held: HeldSnapshot) -> bool:
+    """Return whether a file was saved after a snapshot, at another step."""
+    if file is None or file.header.step == held.file.header.step:
+        return False
+    return file.header.created_unix_ns > held.file.header.created_unix_ns

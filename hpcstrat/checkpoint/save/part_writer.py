@@ -64,6 +64,8 @@ class PartWriter:
         self.hashes: Array = np.zeros(len(blocks), np.uint64)
         self.error: BaseException | None = None
         self.seconds = dict.fromkeys(KINDS_OF_WORK, 0.0)
+        # Processor time of the threads.
+        self.cpu_seconds = 0.0
         self.done = threading.Event()
         self._image = image
         self._direct = direct
@@ -249,6 +251,8 @@ class PartWriter:
                 self._fail(error)
             finally:
                 self._free.put(slot)
+        with self._lock:
+            self.cpu_seconds += time.thread_time()
         self._leave(1)
 
     def _made(self, index: int, slot: int, copies: bool) -> memoryview:

@@ -37,6 +37,7 @@ from hpcstrat.checkpoint.file.schema import Header
 from hpcstrat.checkpoint.file.skeleton import Skeleton
 from hpcstrat.checkpoint.keep.folder import Identity, identity_of
 from hpcstrat.checkpoint.keep.retention import Found, Retention
+from hpcstrat.checkpoint.keep.watcher_contract import require_newest_generation
 from hpcstrat.checkpoint.save.part_writer import PartWriter
 from hpcstrat.engine.gpu.transfers import Downloads
 from hpcstrat.engine.logs import get_logger
@@ -96,6 +97,8 @@ class Publication:
             try:
                 self._write(hashes)
                 replaces = self._replaces()
+                # This process may have been frozen since the save began.
+                require_newest_generation(f"a save of {self.path}")
                 publish(self.temporary, self.path, replaces)
                 published = True
                 flush_folder(os.path.dirname(self.path))

@@ -31,9 +31,11 @@ from hpcstrat.checkpoint.file.image import (
     is_elsewhere,
 )
 from hpcstrat.checkpoint.file.schema import Header, list_checkpoints, step_of
-from hpcstrat.checkpoint.file.skeleton import Skeleton, packed_python, state_bytes
+from hpcstrat.checkpoint.file.skeleton import packed_python, state_bytes
+from hpcstrat.checkpoint.file.skeleton_cache import SkeletonCache
 from hpcstrat.checkpoint.keep.folder import Folder, identity_of, temporary_name
 from hpcstrat.checkpoint.keep.retention import Retention
+from hpcstrat.checkpoint.keep.watcher_contract import require_newest_generation
 from hpcstrat.checkpoint.outcomes import SaveStatistics
 from hpcstrat.checkpoint.save.part_exchange import DividedDataset, PartExchange
 from hpcstrat.checkpoint.save.part_writer import KINDS_OF_WORK, RING_SLOTS
@@ -69,11 +71,21 @@ class Saver:
         self._ranks, self._folder, self._memory = ranks, folder, memory
         self._directory, self._retention = folder.path, retention
         self._num_cores = _num_cores(ranks)
-        self._skeletons: list[Skeleton] = []
+        self._skeletons = SkeletonCache()
         self._plan: FileLayout | None = None
         self._current: PendingSave | None = None
         self._downloads: Downloads | None = None
         self.last: SaveStatistics | None = None
+        self._blocking_seconds = self._background_seconds = 0.0
+
+    @property
+    def cost_seconds(self) -> float:
+        """Time that the last save has taken from the program on this rank.
+
+        This is the time until its return, and the processor time of its threads, if
+        they have ended, or that of the save before.
+        """
+        return self._blocking_seconds + self._background_seconds
 
     def save(
         self,
@@ -115,6 +127,7 @@ class Saver:
         save.publication = publications[0] if publications else None
         self._start(save, header, values)
         save.blocking_seconds = time.perf_counter() - order.began
+        self._blocking_seconds = save.blocking_seconds
         if order.asynchronous:
             return
         try:
@@ -228,7 +241,7 @@ class Saver:
         if exists:
             raise FileExistsError(errno.EEXIST, "File exists", path)
         python = packed_python(header)
-        skeleton = self._skeleton(header, python)
+        skeleton = self._skeletons.skeleton(header, python)
         plan = skeleton.plan
         temporary = os.path.join(
             self._directory, temporary_name(os.path.basename(path))
@@ -245,6 +258,7 @@ class Saver:
             skeleton=skeleton,
             created_unix_ns=time.time_ns(),
         )
+        require_newest_generation(f"a save in {self._directory}")
         # Make the folder only now, so that a refused save makes no folder.
         self._folder.make()
         create(temporary, plan.size + room)
@@ -257,19 +271,6 @@ class Saver:
             None if plan is self._plan else plan,
             goes_direct(self._ranks.settings.direct_io, self._directory),
         )
-
-    def _skeleton(self, header: Header, python: Mapping[str, bytes]) -> Skeleton:
-        """Return the skeleton of an earlier save if it fits, or make a new one."""
-        known = [each for each in self._skeletons if each.fits(header, python)]
-        others = [each for each in self._skeletons if each not in known]
-        # Keep one other skeleton: saves with metrics and without them may alternate.
-        for old in others[:-1]:
-            self._skeletons.remove(old)
-            old.close()
-        if not known:
-            known = [Skeleton(header, python)]
-        self._skeletons = [*others[-1:], *known]
-        return known[0]
 
     def busy(self) -> bool:
         """Return whether a replica is still writing a save, or freeing removed files.
@@ -334,6 +335,10 @@ class Saver:
     ) -> None:
         """Set ``last``; ``seconds`` has each replica's times, ``total`` the save's."""
         asynchronous = save.order.asynchronous
+        if not asynchronous:
+            self._blocking_seconds, self._background_seconds = total, 0.0
+        elif save.part is not None:
+            self._background_seconds = save.part.cpu_seconds
         self.last = SaveStatistics(
             path=save.order.path,
             step=save.step,
@@ -357,8 +362,7 @@ class Saver:
         finally:
             self._memory.release()
             self._plan = self._downloads = None
-            while self._skeletons:
-                self._skeletons.pop().close()
+            self._skeletons.close()
 
 
 def _num_cores(ranks: Replicas) -> int:

@@ -1,10 +1,11 @@
 """Compiled C modules of the library, and functions that load them if they were built.
 
-``kernel.c`` sums inside a worker, ``reader.c`` reads rows of files, and
-``update_rules.c`` has the update rules of optimizers, and ``last_line.c`` prints a line
-when a signal ends the process. The modules are built when the package is installed, see
-``packaging/build_kernel.py``. If there was no compiler, NumPy and Python do the same
-work more slowly, with the same bits; only the last line is missing.
+``kernel.c`` sums inside a worker, ``reader.c`` reads rows of files, ``update_rules.c``
+has the update rules of optimizers, ``last_line.c`` prints a line when a signal ends the
+process, and ``hashed_copy.c`` copies and hashes bytes in one pass. The modules are
+built when the package is installed, see ``packaging/build_kernel.py``. If there was no
+compiler, NumPy and Python do the same work more slowly, with the same bits; only the
+last line is missing.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 __all__ = [
     "VERSION",
     "load",
+    "load_hashed_copy",
     "load_last_line",
     "load_reader",
     "load_update_rules",
@@ -33,6 +35,7 @@ VERSION = 8
 _READER_VERSION = 3
 _RULES_VERSION = 1
 _LAST_LINE_VERSION = 1
+_HASHED_COPY_VERSION = 1
 
 # Codes of dtypes, by kind and size: their indices in the table TYPES of elements.h.
 _CODES = {"f4": 0, "f8": 1, "c8": 2, "c16": 3, "f2": 4, "bfloat16": 5}
@@ -86,6 +89,16 @@ def load_last_line() -> ModuleType | None:
     Not collective.
     """
     return _load("last_line", _LAST_LINE_VERSION)
+
+
+@functools.cache
+def load_hashed_copy() -> ModuleType | None:
+    """Return the module that copies and hashes bytes; None if it was not built.
+
+    Not collective.
+    """
+    little = sys.byteorder == "little"
+    return _load("hashed_copy", _HASHED_COPY_VERSION) if little else None
 
 
 def _load(name: str, version: int) -> ModuleType | None:

@@ -1,0 +1,80 @@
+"""The environment that a node's watcher sets, the number of the run, and its socket.
+
+A watcher starts the ranks again on the nodes that are left. Each start is a generation,
+claimed by a file ``gen-<N>`` in a shared folder. Without watchers nothing is set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from hpcstrat.errors import CheckpointError
+
+__all__ = ["Watcher", "require_newest_generation", "tell_watcher", "watcher"]
+
+_NAMES = ("FOLDER", "RUN", "GENERATION", "MEMORY", "SOCKET")
+_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Watcher:
+    """The watcher's settings; empty, and generation 0, without a watcher.
+
+    ``folder`` is shared by all nodes and has the claims of generations. ``run`` is the
+    number of the run. ``memory`` is this node's own folder in memory. ``socket`` is
+    the path of the watcher's socket.
+    """
+
+    folder: str = ""
+    run: str = ""
+    generation: int = 0
+    memory: str = ""
+    socket: str = ""
+
+
+def watcher() -> Watcher:
+    """Return the settings of this node's watcher, from the environment."""
+    folder, run, generation, memory, path = (
+        os.environ.get(f"HPCSTRAT_WATCH_{name}", "") for name in _NAMES
+    )
+    number = int(generation) if generation.isdecimal() else 0
+    return Watcher(folder, run, number, memory, path)
+
+
+def require_newest_generation(doing: str) -> None:
+    """Raise CheckpointError if a newer generation of the run was started.
+
+    The ranks of this process may have been frozen, or cut off, when the watchers
+    started the run again. Their checkpoints must not mix with those of the new ranks.
+    """
+    found = watcher()
+    if not (found.folder and found.generation):
+        return
+    newer = found.generation
+    while os.path.exists(os.path.join(found.folder, f"gen-{newer + 1}")):
+        newer += 1
+    if newer > found.generation:
+        raise CheckpointError(
+            f"expected generation {found.generation} of the run to be the newest in "
+            f"{doing}, found generation {newer} in {found.folder}; end this process, "
+            "because the run was started again without it"
+        )
+
+
+def tell_watcher(**message: Any) -> bool:
+    """Send one line to the watcher's socket; return whether it was sent."""
+    path = watcher().socket
+    if not path:
+        return False
+    with contextlib.suppress(OSError):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+            line.settimeout(_SECONDS)
+            line.connect(path)
+            line.sendall(json.dumps(message).encode() + b"\n")
+        return True
+    return False

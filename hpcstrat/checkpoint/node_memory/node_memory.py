@@ -1,0 +1,305 @@
+"""`NodeMemory`, which copies objects to the memory of nodes, and finds the copies."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.checkpoint.agreement import on_rank_0
+from hpcstrat.checkpoint.file.commit_record import block_hash
+from hpcstrat.checkpoint.file.extents import FileLayout
+from hpcstrat.checkpoint.file.image import as_bytes, is_elsewhere
+from hpcstrat.checkpoint.file.schema import Header
+from hpcstrat.checkpoint.file.skeleton import packed_python, state_bytes
+from hpcstrat.checkpoint.file.skeleton_cache import SkeletonCache
+from hpcstrat.checkpoint.keep.watcher_contract import (
+    require_newest_generation,
+    tell_watcher,
+    watcher,
+)
+from hpcstrat.checkpoint.node_memory.held_blocks import HeldSnapshot, find_newest
+from hpcstrat.checkpoint.node_memory.slot_files import (
+    NUM_SLOTS,
+    NodeFolder,
+    Record,
+    SlotMap,
+)
+from hpcstrat.checkpoint.node_memory.snapshot_blocks import (
+    SnapshotDivision,
+    copy_block,
+)
+from hpcstrat.checkpoint.save.part_exchange import PartExchange
+from hpcstrat.engine.logs import get_logger
+from hpcstrat.engine.typing import Array, Replicas
+
+__all__ = ["NodeMemory"]
+
+_TAG = 19
+_CREATION = "start of snapshots in node memory"
+
+
+@dataclass(slots=True)
+class _Agreed:
+    """Message of rank 0 at the start of a snapshot; ``plan`` is None if unchanged."""
+
+    common: bytes
+    python: dict[str, bytes]
+    plan: FileLayout | None
+
+
+class NodeMemory:
+    """Snapshots of one program's objects in the memory of the nodes of its ranks.
+
+    Collective over ``ranks``, as are all methods. If the memory cannot be used on one
+    node, rank 0 logs one warning, and all later snapshots do nothing. A snapshot has
+    the layout of a checkpoint file.
+    """
+
+    def __init__(self, ranks: Replicas, directory: str) -> None:
+        self._ranks, self._skeletons = ranks, SkeletonCache()
+        self._folder = NodeFolder(directory)
+        self._plan: FileLayout | None = None
+        self._maps: dict[int, SlotMap] = {}
+        self._division: SnapshotDivision
+        self.problem = ""
+        # The cost of the last snapshot, as the slowest rank has measured it.
+        self.seconds = 0.0
+        identity, problem = ("", 0, 0), ""
+        try:
+            identity = self._folder.make()
+        except OSError as error:
+            problem = f"{self._folder.path} cannot be used: {error}"
+        keys = [record.contents()[1] for record in self._folder.records().values()]
+        starts = [record.contents()[2] for record in self._folder.records().values()]
+        found = ranks.collectives.all_gather_object(
+            (problem, identity, keys, starts), _CREATION
+        )
+        order = {identity: None for _, identity, _, _ in found}
+        self._nodes = tuple(list(order).index(identity) for _, identity, _, _ in found)
+        self._node = self._nodes[ranks.rank]
+        self._leads = self._nodes.index(self._node) == ranks.rank
+        every = [key for _, _, keys, _ in found for key in keys]
+        newest = max((key[0] for key in every), default=0)
+        self.generation = watcher().generation or newest + 1
+        self._number = max((key[1] for key in every), default=0)
+        first = [start for _, _, _, starts in found for start in starts]
+        self.first_start = min(first, default=time.time())
+        self._stop_using(next(filter(None, (one[0] for one in found)), ""))
+
+    def _stop_using(self, problem: str) -> None:
+        """Make no more snapshots if there is a problem, which all ranks know."""
+        self.problem = problem
+        if problem and self._ranks.rank == 0:
+            get_logger("checkpoint").warning(
+                "expected to keep snapshots in the memory of nodes, found that %s; the "
+                "program goes on with saves to the disk only",
+                problem,
+            )
+
+    def snapshot(self, header: Header, values: Mapping[str, Any]) -> None:
+        """Copy the objects to node memory; ``values`` are those of `Saver.save`.
+
+        All ranks must have reached a common call since the last snapshot. Raises
+        CheckpointError if a newer generation of the run was started.
+        """
+        if self.problem:
+            return
+        began = time.perf_counter()
+        what = f"snapshot of step {header.step}"
+        plan, agreed = self._agree(header, what)
+        self._number += 1
+        slot = self._number % NUM_SLOTS
+        if slot not in self._maps and not self._prepare(slot, plan, what):
+            return
+        place = self._maps[slot]
+        if self._leads:
+            self._folder.forget(slot)
+        copied, problem = self._copy(place, header, values, agreed, what)
+        self._send_copies(place, copied, what)
+        seconds = time.perf_counter() - began
+        blocks = np.array([*copied], np.int64)
+        hashes = np.array([*copied.values()], np.uint64)
+        found = self._ranks.collectives.all_gather_object(
+            (problem, seconds, blocks, hashes), f"end of the {what}"
+        )
+        self.seconds = max(one[1] for one in found)
+        problem = next(filter(None, (one[0] for one in found)), "")
+        if problem:
+            self._stop_using(problem)
+            return
+        self._conclude(slot, agreed, [one[2:] for one in found])
+        if self._leads:
+            tell_watcher(progress=header.step)
+
+    def _agree(self, header: Header, what: str) -> tuple[FileLayout, _Agreed]:
+        """Return the layout and what rank 0 says of a snapshot."""
+        key = self.generation, self._number + 1, header.step, self._ranks.num_ranks
+
+        def agree() -> _Agreed:
+            require_newest_generation(f"a {what}")
+            header.created_unix_ns = time.time_ns()
+            python = packed_python(header)
+            plan = self._skeletons.skeleton(header, python).plan
+            told = self._folder.run, key, self.first_start, header, plan
+            same = plan is self._plan
+            return _Agreed(pickle.dumps(told, 5), python, None if same else plan)
+
+        agreed: _Agreed = on_rank_0(self._ranks, what, agree)
+        if agreed.plan is not None:
+            self._plan = agreed.plan
+            self._division = SnapshotDivision(agreed.plan, self._nodes)
+            self._maps.clear()
+        assert self._plan is not None
+        return self._plan, agreed
+
+    def _prepare(self, slot: int, plan: FileLayout, what: str) -> bool:
+        """Reserve memory for a slot on each node; return whether there was enough."""
+        held, problem = self._division.held(self._node), ""
+        if self._leads:
+            needed, free = self._folder.missing_bytes(plan, held)
+            where = f"{self._folder.path} on {os.uname().nodename}"
+            text = (
+                f"{where} needs {needed >> 20} MiB, of which {free >> 20} MiB are free"
+            )
+            try:
+                if free < needed:
+                    problem = text
+                else:
+                    self._folder.reserve(slot, plan, held)
+            except OSError as error:
+                problem = f"{text} ({error.strerror})"
+        problem = self._first_of(problem, f"memory for the {what}")
+        if not problem:
+            try:
+                self._maps[slot] = SlotMap(self._folder.data_path(slot), plan)
+            except OSError as error:
+                problem = f"{self._folder.path} cannot be mapped: {error}"
+            problem = self._first_of(problem, f"map of the {what}")
+        self._stop_using(problem)
+        return not problem
+
+    def _first_of(self, problem: str, what: str) -> str:
+        every = self._ranks.collectives.all_gather_object(problem, what)
+        return next(filter(None, every), "")
+
+    def _copy(
+        self,
+        place: SlotMap,
+        header: Header,
+        values: Mapping[str, Any],
+        agreed: _Agreed,
+        what: str,
+    ) -> tuple[dict[int, int], str]:
+        """Copy this rank's blocks; return their hashes, and the text of an error."""
+        plan, rank = place.plan, self._ranks.rank
+        exchange = PartExchange(plan, self._ranks, what)
+        with exchange.prepared():
+            data: dict[str, Any] = dict(exchange.plan(values))
+        data |= {
+            path: value if is_elsewhere(value) else as_bytes(value)
+            for path, value in values.items()
+            if path not in data
+        }
+        data |= state_bytes(header, agreed.python)
+        copied: dict[int, int] = {}
+        problem = ""
+
+        def copy(blocks: Any) -> str:
+            try:
+                for block in blocks:
+                    target = place.block(block)
+                    copied[block] = copy_block(target, plan, block, data)
+            except Exception as error:
+                return f"a copy failed: {type(error).__name__}: {error}"
+            return ""
+
+        # All ranks make all rounds, even after an error.
+        for blocks in exchange.rounds() or ():
+            problem = problem or copy(blocks)
+        own = [*self._division.own[rank], *self._division.common[rank]]
+        rest = [block for block in own if block not in copied]
+        return copied, problem or copy(rest)
+
+    def _send_copies(self, place: SlotMap, copied: dict[int, int], what: str) -> None:
+        """Send this rank's own blocks to its partner; hash the blocks that arrive."""
+        division, rank = self._division, self._ranks.rank
+        turns = max(map(len, division.own))
+        if not turns or len(set(self._nodes)) == 1:
+            return
+        partner, clients = division.partners[rank], division.clients(rank)
+        with self._ranks.collectives.moving(f"copies of the {what}") as comm:
+            for turn in range(turns):
+                some = {r: division.own[r][turn:][:1] for r in (rank, *clients)}
+                first = {r: place.block(one[0]) for r, one in some.items() if one}
+                sent = {partner: first.pop(rank)} if rank in first else {}
+                comm.exchange(sent, first, _TAG)
+        for client in clients:
+            for block in division.own[client]:
+                copied[block] = block_hash(place.block(block).data)
+
+    def _conclude(
+        self, slot: int, agreed: _Agreed, found: list[tuple[Array, Array]]
+    ) -> None:
+        """Write the record on each node, with the blocks that are as they were sent."""
+        division = self._division
+        hashes = np.zeros(division.plan.num_blocks, np.uint64)
+        # The rank that has copied a block from its values decides on the hash; of those
+        # that all nodes have, the first rank. Later ranks are overwritten.
+        for rank, (blocks, own) in reversed([*enumerate(found)]):
+            mine = np.isin(blocks, [*division.own[rank], *division.common[rank]])
+            hashes[blocks[mine]] = own[mine]
+        held = np.zeros(len(hashes), bool)
+        differing: set[int] = set()
+        for node, (blocks, own) in zip(self._nodes, found, strict=True):
+            same = hashes[blocks] == own
+            differing.update(blocks[~same].tolist())
+            if node == self._node:
+                held[blocks[same]] = True
+        if differing and self._ranks.rank == 0:
+            plan = division.plan
+            paths = {piece.path for block in differing for piece in plan.pieces(block)}
+            get_logger("checkpoint").warning(
+                "expected equal bytes on all nodes in a snapshot, found that those of "
+                "%s differ; they are kept on one node only: find the difference by "
+                'Settings(divergence="full")',
+                ", ".join(sorted(paths)),
+            )
+        if self._leads:
+            self._folder.keep(slot, Record(agreed.common, hashes, held))
+
+    def find(self, passed_over: set[bytes]) -> HeldSnapshot | None:
+        """Return the newest snapshot whose blocks are all intact on some node, or None.
+
+        Snapshots whose digest is in ``passed_over`` are left out.
+        """
+        if self.problem:
+            return None
+        return find_newest(self._folder, self._ranks, self._nodes, passed_over)
+
+    def follow(self, snapshot: HeldSnapshot | None) -> None:
+        """Continue after a restore: the next snapshot overwrites another slot."""
+        if snapshot is not None:
+            self._number = snapshot.key[1]
+
+    def remove(self) -> None:
+        """Remove all snapshots."""
+        self._maps.clear()
+        self._ranks.collectives.barrier("removal of snapshots in node memory")
+        if self._leads:
+            self._folder.remove()
+
+    def close(self) -> None:
+        """Unmap the memory; the snapshots stay. Not collective."""
+        self._maps.clear()
+        self._plan = None
+        self._skeletons.close()
+
+    def __repr__(self) -> str:
+        """Show the folder and the number of nodes."""
+        return f"<NodeMemory of {len(set(self._nodes))} nodes in {self._folder.path!r}>"

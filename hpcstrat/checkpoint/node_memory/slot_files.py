@@ -1,0 +1,249 @@
+"""The files of a node's snapshots: two slots, each with data and a record.
+
+The data file has the blocks of a checkpoint file that this node has, at their offsets
+in that file; it has holes where other blocks are. The record has everything else: the
+key, the header, the layout and the hash of each block. It is removed before the blocks
+change, and written after them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import mmap
+import os
+import pickle
+import platform
+import shutil
+import stat
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import xxhash
+
+from hpcstrat.checkpoint.disk import closing
+from hpcstrat.checkpoint.file.commit_record import Vouched
+from hpcstrat.checkpoint.file.extents import FileLayout
+from hpcstrat.checkpoint.file.plain_state import from_text
+from hpcstrat.checkpoint.file.reader import CheckpointFile
+from hpcstrat.checkpoint.file.schema import Header
+from hpcstrat.checkpoint.keep.watcher_contract import watcher
+from hpcstrat.cluster_resolver import batch_job_from_environment
+from hpcstrat.engine.typing import Array
+
+__all__ = [
+    "NUM_SLOTS",
+    "Key",
+    "NodeFolder",
+    "Record",
+    "SlotMap",
+]
+
+NUM_SLOTS = 2
+"""While one slot is written, the other slot has a complete snapshot."""
+
+_SHARED_MEMORY = "/dev/shm"
+_MAGIC = b"hpcstrat-memory1"
+# Magic, lengths of the common part, of the hashes and of the list of held blocks.
+_HEAD = struct.Struct("<16s3Q")
+_DIGEST_BYTES = 16
+
+Key: TypeAlias = tuple[int, int, int, int]
+"""Key of a snapshot: generation, number, step, number of ranks; newer keys are larger.
+
+A run that went back to an earlier step has a larger generation or number.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The record of a slot.
+
+    ``common`` is the same on all nodes: a pickled tuple of the run, the key, the time
+    of the run's first start, the header and the layout. ``hashes`` has the hash of each
+    block, ``held`` whether this node has the block.
+    """
+
+    common: bytes
+    hashes: Array
+    held: Array
+
+    @property
+    def digest(self) -> bytes:
+        """Hash of everything that is the same on all nodes, and so of the snapshot."""
+        return xxhash.xxh3_128_digest(self.common + self.hashes.tobytes())
+
+    def contents(self) -> tuple[str, Key, float, Header, FileLayout]:
+        """Return what is in ``common``."""
+        found: tuple[str, Key, float, Header, FileLayout] = pickle.loads(self.common)
+        return found
+
+    def pack(self) -> bytes:
+        parts = self.common, self.hashes.tobytes(), np.packbits(self.held).tobytes()
+        body = _HEAD.pack(_MAGIC, *map(len, parts)) + b"".join(parts)
+        return body + xxhash.xxh3_128_digest(body)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Record | None:
+        """Return the record in ``data``; None if it is not as it was written."""
+        body = data[:-_DIGEST_BYTES]
+        if len(body) < _HEAD.size or xxhash.xxh3_128_digest(body) != data[len(body) :]:
+            return None
+        magic, *sizes = _HEAD.unpack_from(body)
+        if magic != _MAGIC or sum(sizes) != len(body) - _HEAD.size:
+            return None
+        ends = np.cumsum([_HEAD.size, *sizes])
+        common, hashes, held = (
+            body[start:stop] for start, stop in itertools.pairwise(ends)
+        )
+        table: Array = np.frombuffer(hashes, np.uint64)
+        bits = np.unpackbits(np.frombuffer(held, np.uint8), count=len(table))
+        return cls(common, table, bits.astype(bool))
+
+    def file(self, path: str) -> CheckpointFile:
+        """Return the snapshot as a checkpoint whose blocks are read from ``path``."""
+        _, _, _, header, plan = self.contents()
+        header.python = {name: from_text(text) for name, text in header.python.items()}
+        header.entries = {
+            name: replace(entry, gathered=False, regions=())
+            for name, entry in header.entries.items()
+        }
+        vouched = Vouched(
+            header.step, header.num_replicas, plan, self.hashes, self.digest
+        )
+        extents = {extent.path: extent for extent in plan.extents}
+        return CheckpointFile(path, header, vouched, extents)
+
+
+class NodeFolder:
+    """This node's folder of snapshots of the checkpoint folder ``directory``."""
+
+    def __init__(self, directory: str) -> None:
+        job = batch_job_from_environment()
+        words = "" if job is None else job.job_id, os.path.realpath(directory)
+        name = xxhash.xxh3_64_hexdigest(os.fsencode("\0".join(words)))
+        found = watcher()
+        own = f"hpcstrat-{os.getuid()}-{name}"
+        self.path = os.path.join(found.memory or _SHARED_MEMORY, own)
+        self.run = found.run or name
+
+    def make(self) -> tuple[str, int, int]:
+        """Make the folder, and return an identity that only ranks of this node share.
+
+        Raises OSError if another user could have put files into it.
+        """
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self.path, 0o700)
+        found = os.lstat(self.path)
+        mode = stat.S_IMODE(found.st_mode)
+        if (
+            not stat.S_ISDIR(found.st_mode)
+            or found.st_uid != os.getuid()
+            or mode != 0o700
+        ):
+            raise PermissionError(
+                errno.EPERM,
+                f"it is no folder of user {os.getuid()} with mode 700, but of user "
+                f"{found.st_uid} with mode {mode:o}",
+                self.path,
+            )
+        return platform.node(), found.st_dev, found.st_ino
+
+    def data_path(self, slot: int) -> str:
+        return os.path.join(self.path, f"slot-{slot}.data")
+
+    def _record_path(self, slot: int) -> str:
+        return os.path.join(self.path, f"slot-{slot}.record")
+
+    def records(self) -> dict[int, Record]:
+        """Return the intact records of this run, by slot."""
+        found = {}
+        for slot in range(NUM_SLOTS):
+            with contextlib.suppress(OSError):
+                with open(self._record_path(slot), "rb") as file:
+                    record = Record.unpack(file.read())
+                if record is not None and record.contents()[0] == self.run:
+                    found[slot] = record
+        return found
+
+    def forget(self, slot: int) -> None:
+        """Remove the record of a slot, before its blocks change."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._record_path(slot))
+
+    def keep(self, slot: int, record: Record) -> None:
+        """Write the record of a slot, whose blocks are complete."""
+        path = self._record_path(slot)
+        flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC
+        with open(os.open(f"{path}.new", flags, 0o600), "wb") as file:
+            file.write(record.pack())
+        os.replace(f"{path}.new", path)
+
+    def reserve(self, slot: int, plan: FileLayout, held: Sequence[int]) -> None:
+        """Make the data file of a slot anew, with memory for the blocks of this node.
+
+        Without the reservation, a write to a full file system would end the process by
+        SIGBUS. A new file cannot be changed by processes of an earlier generation.
+        """
+        path = self.data_path(slot)
+        self.forget(slot)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            with closing(file):
+                os.ftruncate(file, plan.data_end)
+                for start, stop in _ranges(plan, held):
+                    os.posix_fallocate(file, start, stop - start)
+        except OSError:
+            os.unlink(path)
+            raise
+
+    def missing_bytes(self, plan: FileLayout, held: Sequence[int]) -> tuple[int, int]:
+        """Return the bytes that the slots need, and those that are free or theirs."""
+        needed = NUM_SLOTS * sum(b - a for a, b in _ranges(plan, held))
+        space = os.statvfs(self.path)
+        free = space.f_bavail * space.f_frsize
+        for slot in range(NUM_SLOTS):
+            with contextlib.suppress(OSError):
+                free += 512 * os.stat(self.data_path(slot)).st_blocks
+        return needed, free
+
+    def remove(self) -> None:
+        """Remove the folder with all snapshots, which a process may still have open."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class SlotMap:
+    """The data file of a slot, mapped into this process."""
+
+    def __init__(self, path: str, plan: FileLayout) -> None:
+        self.plan = plan
+        with closing(os.open(path, os.O_RDWR | os.O_CLOEXEC)) as file:
+            self._map = mmap.mmap(file, plan.data_end)
+        # Leave the pages out of child processes, which never use them.
+        self._map.madvise(mmap.MADV_DONTFORK)
+        self._bytes: Array = np.frombuffer(self._map, np.uint8)
+
+    def block(self, block: int) -> Array:
+        """Return the bytes of a block, as a view."""
+        start, stop = self.plan.span(block)
+        return self._bytes[start:stop]
+
+
+def _ranges(plan: FileLayout, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of bytes of ascending blocks; adjacent blocks are one range."""
+    begin = end = -1
+    for block in blocks:
+        start, stop = plan.span(block)
+        if start != end:
+            if end > begin:
+                yield begin, end
+            begin = start
+        end = stop
+    if end > begin:
+        yield begin, end
