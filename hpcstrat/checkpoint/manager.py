@@ -360,6 +360,26 @@ class CheckpointManager:
             save compares a part of the variables (up to 16 MiB, or an eighth of a
             replica's share), and the next asynchronous save compares the next part.
         """
+        path, step = self._save(
+            *(step, metrics),
+            asynchronous=asynchronous,
+            on_busy=on_busy,
+            overwrite=overwrite,
+        )
+        if path is not None:
+            self._disk.restart(step)
+        return path
+
+    def _save(
+        self,
+        step: int | None,
+        metrics: Mapping[str, SupportsFloat] | None,
+        *,
+        asynchronous: bool,
+        on_busy: str = "wait",
+        overwrite: bool = False,
+    ) -> tuple[str | None, int | None]:
+        """Save as `save` does; return the path, and the step."""
         began = time.perf_counter()
         # Check arguments before any collective call: an error then reaches all ranks.
         if on_busy not in _ON_BUSY:
@@ -369,7 +389,7 @@ class CheckpointManager:
         self._strategy.require_idle("save")
         numbers = checked_metrics(metrics)
         if on_busy == "skip" and self._saver.busy():
-            return None
+            return None, step
         # Finish the last save, because two saves would need twice the memory.
         self.wait()
         # After a restore of an older step, ``iterations`` reaches saved steps again.
@@ -402,7 +422,7 @@ class CheckpointManager:
         self._saver.save(order, header, values, compare)
         if self._node_memory is not None:
             self._node_memory.snapshot(header, values)
-        return path
+        return path, step
 
     def _read(
         self, step: int, kind: str, metrics: dict[str, float]
@@ -494,9 +514,8 @@ class CheckpointManager:
         began, memory = time.perf_counter(), self._node_memory
         path = None
         if self._disk.is_due(wanted):
-            path = self.save(
-                *(wanted,),
-                metrics=metrics,
+            path, _ = self._save(
+                *(wanted, metrics),
                 asynchronous=asynchronous,
                 overwrite=overwrite or step is None,
             )

@@ -1,0 +1,1 @@
+"""Rank tests of hpcstrat/checkpoint/node_memory."""

@@ -1,0 +1,412 @@
+"""Snapshots in the memory of pretend nodes, damaged at random, against an oracle."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hpcstrat as hs
+from hpcstrat.checkpoint.node_memory.node_memory import NodeMemory
+from hpcstrat.checkpoint.node_memory.slot_files import NUM_SLOTS, Record
+from hpcstrat.errors import CheckpointError
+from tests.mpi.ranks.effort import seeds
+from tests.mpi.ranks.saved import Counter, fill, make_variable, warnings_of_checkpoints
+
+pytestmark = pytest.mark.calls
+
+_DAMAGES = ("none", "flip", "cut", "no data", "flip record", "cut record", "no node")
+
+
+class Nodes:
+    """Pretend nodes: each rank's node has a folder of its own in the memory."""
+
+    def __init__(self, root: Path, job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root, self.job, self._patch = root, job, monkeypatch
+        self.count = 0
+
+    def divide(self, count: int) -> None:
+        """Divide the ranks into ``count`` nodes."""
+        self.count = count
+        node = self.job.rank * count // self.job.size
+        path = self.root / f"node-{node}"
+        path.mkdir(exist_ok=True)
+        self._patch.setenv("HPCSTRAT_WATCH_MEMORY", str(path))
+
+    def files(self, node: int, slot: int) -> tuple[Path, Path]:
+        """Return the paths of data and record, which may not exist."""
+        found = [*(self.root / f"node-{node}").glob("hpcstrat-*")]
+        folder = found[0] if found else self.root / "nothing"
+        return folder / f"slot-{slot}.data", folder / f"slot-{slot}.record"
+
+
+@pytest.fixture
+def nodes(job: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    made = tempfile.mkdtemp(dir="/dev/shm") if job.rank == 0 else None
+    root = Path(job.bcast(made))
+    yield Nodes(root, job, monkeypatch)
+    job.Barrier()
+    if job.rank == 0:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+class Program:
+    """A program whose state at each step is known."""
+
+    def __init__(self, strategy: Any, num_rows: int, num_weights: int) -> None:
+        self.strategy = strategy
+        with strategy.scope():
+            self.weights = hs.Variable(np.zeros(num_weights))
+            self.small = hs.Variable(np.zeros(3, np.float32))
+            self.rows = make_variable("none", np.zeros(num_rows))
+            self.total = make_variable("sum", np.zeros(2, np.int64))
+        self.counter = Counter()
+
+    def objects(self) -> dict[str, Any]:
+        names = "weights", "small", "rows", "total", "counter"
+        return {name: getattr(self, name) for name in names}
+
+    def go_to(self, step: int) -> None:
+        """Set the state of a step. Some values are NaN, with bits of their own."""
+        self.weights.component.view(np.uint64)[...] = weights_at(step, self.weights)
+        fill(self.small, np.float32(step) / 3)
+        fill(self.rows, rows_at(step, self.strategy.rank, self.rows))
+        fill(self.total, step * (1 + self.strategy.rank))
+        self.counter.state = {"steps": step}
+
+    def check(self, step: int, saved_by: int) -> None:
+        """Compare each byte with the state of a step of ``saved_by`` replicas."""
+        found = self.weights.component.view(np.uint64)
+        np.testing.assert_array_equal(found, weights_at(step, self.weights))
+        assert (self.small.component == np.float32(step) / 3).all()
+        row = rows_at(step, self.strategy.rank % saved_by, self.rows)
+        assert self.rows.component.tobytes() == row.tobytes()
+        total = self.strategy.reduce("sum", self.total.component, axis=None)
+        assert (total == step * saved_by * (saved_by + 1) // 2).all()
+        assert self.counter.state == {"steps": step}
+
+
+def weights_at(step: int, weights: Any) -> Any:
+    # The highest bits of some of these words are those of NaN.
+    index = np.arange(weights.component.size, dtype=np.uint64)
+    return index * np.uint64(0x9E3779B97F4A7C15) + np.uint64(step)
+
+
+def rows_at(step: int, rank: int, rows: Any) -> Any:
+    return np.arange(rows.component.size) * 0.5 + step + 1000 * rank
+
+
+def _manager(folder: Path, program: Program, **options: Any) -> hs.CheckpointManager:
+    rules = hs.CheckpointOptions(memory=1, every=10**6, **options)
+    return hs.CheckpointManager(folder, options=rules, **program.objects())
+
+
+def _contents(nodes: Nodes) -> dict[tuple[int, int], tuple[bytes, bytes]]:
+    """Return the bytes of all slots, by node and slot; missing files are empty."""
+    return {
+        (node, slot): tuple(
+            path.read_bytes() if path.exists() else b""
+            for path in nodes.files(node, slot)
+        )
+        for node in range(nodes.count)
+        for slot in range(NUM_SLOTS)
+    }
+
+
+def _damage(nodes: Nodes, random: Any) -> list[str]:
+    """Damage the slots of some nodes, on rank 0; return the kinds of damage."""
+    kinds = []
+    for node in range(nodes.count):
+        for slot in range(NUM_SLOTS):
+            kind = str(random.choice(_DAMAGES, p=[0.4, 0.2, 0.1, 0.1, 0.1, 0.05, 0.05]))
+            place = random.random()
+            bit = int(random.integers(8))
+            kinds.append(kind)
+            data, record = nodes.files(node, slot)
+            path = record if "record" in kind else data
+            if nodes.job.rank or not path.exists():
+                continue
+            size = path.stat().st_size
+            if kind == "no node":
+                shutil.rmtree(data.parent)
+            elif kind == "no data":
+                data.unlink()
+            elif kind.startswith("cut"):
+                os.truncate(path, int(place * size))
+            elif kind.startswith("flip"):
+                content = bytearray(path.read_bytes())
+                content[int(place * size)] ^= 1 << bit
+                path.write_bytes(content)
+    return kinds
+
+
+def _restorable(
+    before: dict[tuple[int, int], tuple[bytes, bytes]],
+    after: dict[tuple[int, int], tuple[bytes, bytes]],
+    num_nodes: int,
+) -> int | None:
+    """Return the newest step of which each block is unchanged on one of the nodes."""
+    blocks: dict[tuple[int, ...], set[int]] = {}
+    count = 0
+    for place, (data, packed) in before.items():
+        record = Record.unpack(packed)
+        if record is None:
+            continue
+        key, plan, count = (
+            record.contents()[1],
+            record.contents()[4],
+            len(record.hashes),
+        )
+        intact = blocks.setdefault(key, set())
+        now, packed_now = after[place]
+        if packed_now != packed or place[0] >= num_nodes:
+            continue
+        for block in np.flatnonzero(record.held).tolist():
+            part = slice(*plan.span(block))
+            if len(now) >= part.stop and now[part] == data[part]:
+                intact.add(block)
+    whole = [key for key, intact in blocks.items() if len(intact) == count]
+    return max(whole)[2] if whole else None
+
+
+@pytest.mark.parametrize("seed", seeds(24))
+def test_damaged_memory_is_never_restored(
+    seed: int, strategy: Any, strategies: Any, folder: Path, nodes: Nodes, job: Any
+) -> None:
+    random = np.random.default_rng(seed)
+    nodes.divide(int(random.integers(1, job.size + 1)))
+    shape = int(random.choice([5, 200_000])), int(random.choice([4, 300_001]))
+    program = Program(strategy, *shape)
+    manager = _manager(folder, program)
+    program.go_to(1)
+    manager.save(1)
+    last = int(random.integers(2, 6))
+    for step in range(2, last + 1):
+        program.go_to(step)
+        manager.save_if_due(step)
+    job.Barrier()
+    before = _contents(nodes)
+    job.Barrier()
+    kinds = _damage(nodes, random)
+    job.Barrier()
+    num_ranks = int(random.integers(1, job.size + 1))
+    num_nodes = (num_ranks - 1) * nodes.count // job.size + 1
+    wanted = _restorable(before, _contents(nodes), num_nodes) or 1
+    job.Barrier()
+    if job.rank < num_ranks:
+        again = Program(strategies[num_ranks], *shape)
+        other = _manager(folder, again)
+        found = other.restore(per_replica="cycle")
+        assert found == wanted, (found, wanted, num_ranks, kinds)
+        again.check(found, job.size)
+        # The state is in memory again, and a further step can be restored, too.
+        again.go_to(found + 7)
+        other.save_if_due(found + 7)
+        again.go_to(0)
+        third = _manager(folder, again)
+        assert third.restore() == found + 7
+        again.check(found + 7, num_ranks)
+        third.complete()
+    job.Barrier()
+    if num_ranks == job.size:
+        assert not any(nodes.root.glob("*/*"))
+
+
+def test_lost_node_is_restored_from_the_next_node(
+    strategy: Any, folder: Path, nodes: Nodes, job: Any
+) -> None:
+    nodes.divide(job.size)
+    program = Program(strategy, 200_000, 4)
+    manager = _manager(folder, program)
+    program.go_to(3)
+    manager.save_if_due(3)
+    manager.close()
+    assert manager.checkpoints
+    for step in range(4, 4 + job.size):
+        program.go_to(step)
+        manager.save_if_due(step)
+        job.Barrier()
+        if job.rank == 0:
+            shutil.rmtree(nodes.root / f"node-{step % job.size}")
+        job.Barrier()
+        nodes.divide(job.size)
+        program.go_to(0)
+        manager = _manager(folder, program)
+        assert manager.restore() == (step if job.size > 1 else 3)
+        program.check(step if job.size > 1 else 3, job.size)
+    manager.complete()
+
+
+def test_two_lost_nodes_are_restored_from_the_disk(
+    strategy: Any, folder: Path, nodes: Nodes, job: Any
+) -> None:
+    nodes.divide(job.size)
+    program = Program(strategy, 200_000, 4)
+    manager = _manager(folder, program)
+    program.go_to(3)
+    manager.save(3)
+    program.go_to(4)
+    manager.save_if_due(4)
+    job.Barrier()
+    if job.rank < 2:
+        # Node 1 keeps the only copy of the rows of node 0.
+        shutil.rmtree(nodes.root / f"node-{job.rank}")
+    job.Barrier()
+    nodes.divide(job.size)
+    manager = _manager(folder, program)
+    assert manager.restore() == 3
+    program.check(3, job.size)
+    manager.complete()
+
+
+def test_too_little_memory_leaves_saves_to_the_disk(
+    strategy: Any,
+    folder: Path,
+    nodes: Nodes,
+    job: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes.divide(1)
+    program = Program(strategy, 5, 300_001)
+    manager = _manager(folder, program)
+    space = os.statvfs_result((4096, 4096, 256, 100, 100, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: space)
+    with warnings_of_checkpoints() as said:
+        for step in (1, 2):
+            program.go_to(step)
+            manager.save(step)
+            manager.save_if_due(step)
+    if job.rank == 0:
+        assert len(said) == 1
+        assert "needs 4 MiB, of which 0 MiB are free" in said[0]
+        assert "saves to the disk only" in said[0]
+    else:
+        assert not said
+    program.go_to(0)
+    assert manager.restore() == 2
+    program.check(2, job.size)
+
+
+def test_folder_of_other_users_is_not_used(
+    strategy: Any, folder: Path, nodes: Nodes, job: Any
+) -> None:
+    nodes.divide(1)
+    program = Program(strategy, 5, 4)
+    _manager(folder, program)
+    job.Barrier()
+    if job.rank == 0:
+        nodes.files(0, 0)[0].parent.chmod(0o777)
+    job.Barrier()
+    with warnings_of_checkpoints() as said:
+        manager = _manager(folder, program)
+        program.go_to(1)
+        manager.save(1)
+    assert len(said) == (job.rank == 0)
+    assert all("with mode 700, but" in text and "mode 777" in text for text in said)
+
+
+def test_older_generation_neither_saves_nor_copies(
+    strategy: Any,
+    folder: Path,
+    nodes: Nodes,
+    job: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes.divide(1)
+    monkeypatch.setenv("HPCSTRAT_WATCH_FOLDER", str(nodes.root))
+    monkeypatch.setenv("HPCSTRAT_WATCH_RUN", "abc")
+    monkeypatch.setenv("HPCSTRAT_WATCH_GENERATION", "2")
+    (nodes.root / "gen-2").touch()
+    program = Program(strategy, 5, 4)
+    manager = _manager(folder, program)
+    program.go_to(1)
+    manager.save_if_due(1)
+    manager.wait()
+    job.Barrier()
+    (nodes.root / "gen-3").touch()
+    job.Barrier()
+    for save in (manager.save, manager.save_if_due):
+        with pytest.raises(CheckpointError, match=r"generation 2 .* generation 3"):
+            save(2)
+    assert len(manager.checkpoints) == 1
+
+
+def test_generation_comes_before_the_step(
+    strategy: Any,
+    folder: Path,
+    nodes: Nodes,
+    job: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes.divide(job.size)
+    program = Program(strategy, 5, 4)
+    manager = _manager(folder, program)
+    for step in (8, 9):
+        program.go_to(step)
+        manager.save_if_due(step)
+    # A later run starts from the beginning, and so has smaller steps.
+    manager = _manager(folder, program)
+    program.go_to(2)
+    manager._node_memory.snapshot(*manager._read(2, "snapshot", {})[:2])
+    program.go_to(0)
+    again = _manager(folder, program)
+    assert again.restore() == 2
+    program.check(2, job.size)
+    again.complete()
+
+
+def test_logical_replicas_keep_their_bits(folder: Path, nodes: Nodes, job: Any) -> None:
+    strategy = hs.MultiWorkerMirroredStrategy(logical_replicas=4)
+    nodes.divide(job.size)
+
+    def make() -> tuple[Any, Any, hs.CheckpointManager]:
+        with strategy.scope():
+            weights = hs.Variable(np.zeros(5, np.float32))
+            means = hs.Variable(
+                np.zeros(3), synchronization="on_read", aggregation="mean"
+            )
+        rules = hs.CheckpointOptions(memory=1, every=10**6)
+        objects = {"weights": weights, "means": means}
+        return weights, means, hs.CheckpointManager(folder, options=rules, **objects)
+
+    weights, means, manager = make()
+
+    def train(step: int, weights: Any, means: Any) -> None:
+        def one() -> None:
+            replica = hs.get_replica_context().replica_id_in_sync_group
+            means.assign_add(np.full(3, 0.1 * (replica + step)))
+
+        strategy.run(one)
+        weights.assign_add(np.full(5, np.float32(0.1) * step))
+
+    for step in range(1, 5):
+        train(step, weights, means)
+        manager.save_if_due(step)
+    for step in (5, 6):
+        train(step, weights, means)
+    wanted = [weights.component.copy(), *(c.copy() for c in means.components)]
+    job.Barrier()
+    if job.rank == 0 and job.size > 1:
+        shutil.rmtree(nodes.root / "node-1")
+    job.Barrier()
+    nodes.divide(job.size)
+    weights, means, manager = make()
+    assert manager.restore() == 4
+    for step in (5, 6):
+        train(step, weights, means)
+    found = [weights.component, *means.components]
+    assert [one.tobytes() for one in found] == [one.tobytes() for one in wanted]
+    manager.complete()
+    strategy.close()
+
+
+def test_memory_names_itself(strategy: Any, folder: Path, nodes: Nodes) -> None:
+    nodes.divide(1)
+    memory = NodeMemory(strategy.all_ranks, str(folder))
+    assert "NodeMemory" in repr(memory)
