@@ -1,0 +1,1 @@
+"""Tests of hpcstrat/checkpoint/node_memory."""
