@@ -27,7 +27,7 @@ from hpcstrat.safety import newest_checkpoint
 __all__ = ["Restorer"]
 
 
-class _Found(NamedTuple):
+class _Restorable(NamedTuple):
     """A checkpoint, and the snapshot in node memory if the checkpoint is one."""
 
     file: CheckpointFile
@@ -101,7 +101,7 @@ class Restorer:
 
     def _search(
         self, path: str | None, passed_over: list[str], damaged: set[bytes]
-    ) -> tuple[_Found | None, list[str]]:
+    ) -> tuple[_Restorable | None, list[str]]:
         """Return the checkpoint or snapshot to restore, and the files passed over."""
         held = None
         if path is None and self._node_memory is not None:
@@ -114,9 +114,9 @@ class Restorer:
         self._distrust(passed_over)
         self.disk_step = None if file is None else file.header.step
         if held is None or self._node_memory is None or _is_newer(file, held):
-            return None if file is None else _Found(file), passed_over
+            return None if file is None else _Restorable(file), passed_over
         self._node_memory.follow(held)
-        return _Found(held.file, held), passed_over
+        return _Restorable(held.file, held), passed_over
 
     def _distrust(self, paths: list[str]) -> None:
         if self._ranks.rank == 0:
@@ -136,7 +136,7 @@ class Restorer:
 
     def _load(
         self,
-        found: _Found,
+        found: _Restorable,
         began: float,
         passed_over: list[str],
         rename: Mapping[str, str],
