@@ -42,7 +42,7 @@ from hpcstrat.checkpoint.keep.retention import (
     checked_metrics,
     newest_path,
 )
-from hpcstrat.checkpoint.keep.watcher_contract import watcher
+from hpcstrat.checkpoint.keep.watcher_contract import tell_watcher, watcher
 from hpcstrat.checkpoint.node_memory.node_memory import NodeMemory
 from hpcstrat.checkpoint.objects import Objects, whole_shape
 from hpcstrat.checkpoint.outcomes import RestoreReport, SaveStatistics
@@ -422,6 +422,8 @@ class CheckpointManager:
         self._saver.save(order, header, values, compare)
         if self._node_memory is not None:
             self._node_memory.snapshot(header, values)
+        elif self._strategy.all_ranks.rank == 0:
+            tell_watcher(progress=step)
         return path, step
 
     def _read(

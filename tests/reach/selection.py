@@ -45,6 +45,7 @@ RUNNERS = {
 # Tests of whole jobs, which take minutes, by prefix of the modules' paths.
 JOBS = {
     "hpcstrat/checkpoint/bench.py": ("tests/mpi/test_ckpt_bench.py",),
+    "hpcstrat/checkpoint/node_memory/": ("tests/mpi/test_snapshots.py",),
     "hpcstrat/checkpoint/save/": (
         "tests/mpi/test_checkpoint_faults.py",
         "tests/mpi/test_failing_disk.py",

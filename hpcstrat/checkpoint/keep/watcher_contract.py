@@ -6,7 +6,6 @@ claimed by a file ``gen-<N>`` in a shared folder. Without watchers nothing is se
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
@@ -18,7 +17,8 @@ from hpcstrat.errors import CheckpointError
 __all__ = ["Watcher", "require_newest_generation", "tell_watcher", "watcher"]
 
 _NAMES = ("FOLDER", "RUN", "GENERATION", "MEMORY", "SOCKET")
-_SECONDS = 1.0
+# A watcher that does not answer must not delay each save.
+_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,11 @@ def tell_watcher(**message: Any) -> bool:
     path = watcher().socket
     if not path:
         return False
-    with contextlib.suppress(OSError):
+    try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
             line.settimeout(_SECONDS)
             line.connect(path)
             line.sendall(json.dumps(message).encode() + b"\n")
-        return True
-    return False
+    except OSError:
+        return False
+    return True

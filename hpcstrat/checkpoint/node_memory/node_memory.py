@@ -67,7 +67,7 @@ class NodeMemory:
         self._plan: FileLayout | None = None
         self._maps: dict[int, SlotMap] = {}
         self._division: SnapshotDivision
-        self.problem = ""
+        self.problem = self._late_problem = ""
         # The cost of the last snapshot, as the slowest rank has measured it.
         self.seconds = 0.0
         identity, problem = ("", 0, 0), ""
@@ -126,12 +126,13 @@ class NodeMemory:
         blocks = np.array([*copied], np.int64)
         hashes = np.array([*copied.values()], np.uint64)
         found = self._ranks.collectives.all_gather_object(
-            (problem, seconds, blocks, hashes), f"end of the {what}"
+            (problem or self._late_problem, seconds, blocks, hashes),
+            f"end of the {what}",
         )
         self.seconds = max(one[1] for one in found)
         problem = next(filter(None, (one[0] for one in found)), "")
+        self._stop_using(problem)
         if problem:
-            self._stop_using(problem)
             return
         self._conclude(slot, agreed, [one[2:] for one in found])
         if self._leads:
@@ -160,6 +161,8 @@ class NodeMemory:
 
     def _prepare(self, slot: int, plan: FileLayout, what: str) -> bool:
         """Reserve memory for a slot on each node; return whether there was enough."""
+        # All ranks have unmapped older files, so that their memory is free.
+        self._ranks.collectives.barrier(f"reservation for the {what}")
         held, problem = self._division.held(self._node), ""
         if self._leads:
             needed, free = self._folder.missing_bytes(plan, held)
@@ -271,7 +274,11 @@ class NodeMemory:
                 ", ".join(sorted(paths)),
             )
         if self._leads:
-            self._folder.keep(slot, Record(agreed.common, hashes, held))
+            try:
+                self._folder.keep(slot, Record(agreed.common, hashes, held))
+            except OSError as error:
+                # The other ranks are told at the next snapshot.
+                self._late_problem = f"{self._folder.path} cannot be written: {error}"
 
     def find(self, passed_over: set[bytes]) -> HeldSnapshot | None:
         """Return the newest snapshot whose blocks are all intact on some node, or None.

@@ -51,6 +51,8 @@ _MAGIC = b"hpcstrat-memory1"
 # Magic, lengths of the common part, of the hashes and of the list of held blocks.
 _HEAD = struct.Struct("<16s3Q")
 _DIGEST_BYTES = 16
+# Room for both records; that of a model with thousands of variables has some 100 KB.
+_RECORD_BYTES = 1 << 20
 
 Key: TypeAlias = tuple[int, int, int, int]
 """Key of a snapshot: generation, number, step, number of ranks; newer keys are larger.
@@ -205,7 +207,7 @@ class NodeFolder:
 
     def missing_bytes(self, plan: FileLayout, held: Sequence[int]) -> tuple[int, int]:
         """Return the bytes that the slots need, and those that are free or theirs."""
-        needed = NUM_SLOTS * sum(b - a for a, b in _ranges(plan, held))
+        needed = NUM_SLOTS * sum(b - a for a, b in _ranges(plan, held)) + _RECORD_BYTES
         space = os.statvfs(self.path)
         free = space.f_bavail * space.f_frsize
         for slot in range(NUM_SLOTS):

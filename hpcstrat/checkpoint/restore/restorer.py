@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 from hpcstrat.checkpoint.agreement import on_rank_0
@@ -12,6 +12,7 @@ from hpcstrat.checkpoint.file.image import ImageMemory
 from hpcstrat.checkpoint.file.reader import CheckpointFile
 from hpcstrat.checkpoint.file.schema import Header
 from hpcstrat.checkpoint.keep.retention import Retention, find_restorable, warn
+from hpcstrat.checkpoint.keep.watcher_contract import watcher
 from hpcstrat.checkpoint.node_memory.held_blocks import HeldSnapshot
 from hpcstrat.checkpoint.node_memory.node_memory import NodeMemory
 from hpcstrat.checkpoint.objects import Objects
@@ -21,7 +22,7 @@ from hpcstrat.checkpoint.restore.parallel_read import restore_values
 from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.observe.timeline import traced
 from hpcstrat.engine.typing import Replicas
-from hpcstrat.errors import CorruptCheckpointError
+from hpcstrat.errors import CheckpointMismatchError, CorruptCheckpointError
 from hpcstrat.safety import newest_checkpoint
 
 __all__ = ["Restorer"]
@@ -106,15 +107,21 @@ class Restorer:
         held = None
         if path is None and self._node_memory is not None:
             held = self._node_memory.find(damaged)
-        file, passed_over = on_rank_0(
-            self._strategy,
-            "search for a checkpoint",
-            partial(find_restorable, self.directory, path, passed_over, held is None),
+
+        def search() -> tuple[bool, CheckpointFile | None, list[str]]:
+            found = find_restorable(self.directory, path, passed_over, held is None)
+            return os.path.isdir(self.directory), *found
+
+        exists, file, passed_over = on_rank_0(
+            self._strategy, "search for a checkpoint", search
         )
         self._distrust(passed_over)
         self.disk_step = None if file is None else file.header.step
-        if held is None or self._node_memory is None or _is_newer(file, held):
+        # Without a watcher, a missing folder shows the start of another run.
+        another = not exists and not watcher().run
+        if another or self._node_memory is None or _is_newer(file, held):
             return None if file is None else _Restorable(file), passed_over
+        assert held is not None
         self._node_memory.follow(held)
         return _Restorable(held.file, held), passed_over
 
@@ -152,14 +159,23 @@ class Restorer:
         )
         self._look_at_threads(file.header)
         header = renamed(file.header, rename)
-        matches, unmade = match_entries(
-            header,
-            variables,
-            self._objects,
-            num_replicas=self._strategy.num_replicas_in_sync,
-            num_groups=0 if split is None else split.num_groups,
-            **rules,
-        )
+        try:
+            matches, unmade = match_entries(
+                header,
+                variables,
+                self._objects,
+                num_replicas=self._strategy.num_replicas_in_sync,
+                num_groups=0 if split is None else split.num_groups,
+                **rules,
+            )
+        except CheckpointMismatchError as error:
+            if held is None:
+                raise
+            folder = os.path.dirname(file.path)
+            raise CheckpointMismatchError(
+                f"{error}; it is a snapshot in the memory of nodes: to start without "
+                f"it, remove {folder} on them"
+            ) from error
         nbytes, read_seconds = restore_values(
             file, matches, self._strategy, self._memory, held
         )
@@ -189,8 +205,10 @@ class Restorer:
         return header.step
 
 
-def _is_newer(file: CheckpointFile | None, held: HeldSnapshot) -> bool:
+def _is_newer(file: CheckpointFile | None, held: HeldSnapshot | None) -> bool:
     """Return whether a file was saved after a snapshot, at another step."""
+    if held is None:
+        return True
     if file is None or file.header.step == held.file.header.step:
         return False
     return file.header.created_unix_ns > held.file.header.created_unix_ns

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import hpcstrat as hs
 from hpcstrat.checkpoint.keep.watcher_contract import (
     require_newest_generation,
     tell_watcher,
@@ -43,3 +46,29 @@ def test_messages_are_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         line, _ = server.accept()
         with line:
             assert json.loads(line.makefile().readline()) == {"progress": 3}
+
+
+@pytest.mark.parametrize("memory", [False, 1])
+def test_saves_and_snapshots_tell_their_steps(
+    memory: bool | int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "socket")
+    monkeypatch.setenv("HPCSTRAT_WATCH_SOCKET", path)
+    monkeypatch.setenv("HPCSTRAT_WATCH_MEMORY", str(tmp_path))
+    options = hs.CheckpointOptions(memory=memory, every=2)
+    weights = hs.Variable(np.zeros(3))
+    told = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.bind(path)
+        server.listen()
+        server.setblocking(False)
+        manager = hs.CheckpointManager(tmp_path / "c", options=options, w=weights)
+        for step in (1, 2, 3, 4):
+            manager.save_if_due(step)
+        manager.complete()
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                line, _ = server.accept()
+                with line:
+                    told.append(json.loads(line.makefile().readline())["progress"])
+    assert told == ([1, 2, 3, 4] if memory else [1, 3])

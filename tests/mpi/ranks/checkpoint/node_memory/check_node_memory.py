@@ -15,7 +15,7 @@ import pytest
 import hpcstrat as hs
 from hpcstrat.checkpoint.node_memory.node_memory import NodeMemory
 from hpcstrat.checkpoint.node_memory.slot_files import NUM_SLOTS, Record
-from hpcstrat.errors import CheckpointError
+from hpcstrat.errors import CheckpointError, CheckpointMismatchError
 from tests.mpi.ranks.effort import seeds
 from tests.mpi.ranks.saved import Counter, fill, make_variable, warnings_of_checkpoints
 
@@ -403,6 +403,74 @@ def test_logical_replicas_keep_their_bits(folder: Path, nodes: Nodes, job: Any) 
     found = [weights.component, *means.components]
     assert [one.tobytes() for one in found] == [one.tobytes() for one in wanted]
     manager.complete()
+    strategy.close()
+
+
+def test_another_run_starts_from_the_beginning(
+    strategy: Any, folder: Path, nodes: Nodes, job: Any
+) -> None:
+    nodes.divide(job.size)
+    program, checkpoints = Program(strategy, 5, 4), folder / "checkpoints"
+    manager = _manager(checkpoints, program)
+    program.go_to(1)
+    manager.save_if_due(1)
+    manager.close()
+    # Another program in the same folder is told where the state is from.
+    other = Program(strategy, 5, 7)
+    with pytest.raises(CheckpointMismatchError, match=r"remove .* on them"):
+        _manager(checkpoints, other).restore()
+    job.Barrier()
+    if job.rank == 0:
+        shutil.rmtree(checkpoints)
+    job.Barrier()
+    manager = _manager(checkpoints, other)
+    assert manager.restore_or_initialize() is None
+    other.go_to(2)
+    manager.save_if_due(2)
+    other.go_to(0)
+    assert _manager(checkpoints, other).restore() == 2
+    other.check(2, job.size)
+    manager.complete()
+
+
+@pytest.mark.parametrize("layers", [3, 70_000])
+def test_divided_variables_and_groups_are_restored(
+    layers: int, folder: Path, nodes: Nodes, job: Any
+) -> None:
+    if job.size % 2:
+        strategy = hs.MultiWorkerMirroredStrategy()
+    else:
+        strategy = hs.MultiWorkerMirroredStrategy(ranks_per_replica=2)
+    nodes.divide(job.size)
+    shape = 8, layers
+    with strategy.scope():
+        split = {} if job.size % 2 else {"split": 0}
+        start = np.zeros((8 // strategy.inside.size, layers))
+        weights = hs.Variable(start, **split)
+    options = hs.CheckpointOptions(memory=1, every=10**6)
+
+    def manager() -> hs.CheckpointManager:
+        return hs.CheckpointManager(folder, options=options, weights=weights)
+
+    kept, count = manager(), int(np.prod(start.shape))
+    first = 0 if job.size % 2 else strategy.inside.position * count
+    for step in (1, 2):
+        wanted = (
+            np.arange(first, first + count, dtype=float).reshape(start.shape) + step
+        )
+        weights.component[...] = wanted
+        kept.save_if_due(step)
+    weights.component[...] = 0
+    job.Barrier()
+    if job.rank == 0 and job.size > 1:
+        shutil.rmtree(nodes.root / f"node-{job.size - 1}")
+    job.Barrier()
+    nodes.divide(job.size)
+    again = manager()
+    assert again.restore() == 2
+    assert shape[0] == 8
+    np.testing.assert_array_equal(weights.component, wanted)
+    again.complete()
     strategy.close()
 
 
