@@ -474,6 +474,42 @@ def test_divided_variables_and_groups_are_restored(
     strategy.close()
 
 
+def test_slots_that_are_made_later_are_restored(
+    strategy: Any, folder: Path, nodes: Nodes, job: Any
+) -> None:
+    nodes.divide(job.size)
+    options = hs.CheckpointOptions(memory=1, every=10**6)
+
+    def make() -> tuple[Any, Any, hs.CheckpointManager]:
+        with strategy.scope():
+            weights = hs.Variable(np.zeros(7), aggregation="mean")
+        adam = hs.optimizers.Adam(0.1)
+        objects = {"weights": weights, "adam": adam}
+        return weights, adam, hs.CheckpointManager(folder, options=options, **objects)
+
+    def train(weights: Any, adam: Any, num_steps: int, save: Any = None) -> bytes:
+        for _ in range(num_steps):
+            gradient = np.full(7, 1.0 + int(adam.iterations))
+            strategy.run(lambda g=gradient: adam.apply_gradients([(g, weights)]))
+            if save is not None:
+                save()
+        return bytes(weights.component.tobytes())
+
+    weights, adam, _ = make()
+    wanted = train(weights, adam, 6)
+    weights, adam, manager = make()
+    train(weights, adam, 3, manager.save_if_due)
+    # The first of these runs is lost before the optimizer has made its slots.
+    for _ in range(2):
+        weights, adam, manager = make()
+        assert manager.restore() == 3
+    assert train(weights, adam, 3, manager.save_if_due) == wanted
+    weights, adam, manager = make()
+    assert manager.restore() == 6
+    assert weights.component.tobytes() == wanted
+    manager.complete()
+
+
 def test_memory_names_itself(strategy: Any, folder: Path, nodes: Nodes) -> None:
     nodes.divide(1)
     memory = NodeMemory(strategy.all_ranks, str(folder))
