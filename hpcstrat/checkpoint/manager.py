@@ -6,7 +6,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -20,6 +19,8 @@ from hpcstrat.checkpoint.agreement import (
     require_same_state,
     strategy_of,
 )
+from hpcstrat.checkpoint.checkpoint_options import CheckpointOptions
+from hpcstrat.checkpoint.due_saves import DueSaves
 from hpcstrat.checkpoint.file.image import ImageMemory
 from hpcstrat.checkpoint.file.schema import (
     Header,
@@ -27,22 +28,15 @@ from hpcstrat.checkpoint.file.schema import (
     list_checkpoints,
     step_of,
 )
-from hpcstrat.checkpoint.interval import (
-    Interval,
-    SaveInterval,
-    checked_interval,
-    mean_seconds_between_losses,
-)
 from hpcstrat.checkpoint.keep.folder import Folder
 from hpcstrat.checkpoint.keep.retention import (
     KeepBest,
-    KeepRules,
     Retention,
     best_path,
     checked_metrics,
     newest_path,
 )
-from hpcstrat.checkpoint.keep.watcher_contract import tell_watcher, watcher
+from hpcstrat.checkpoint.keep.watcher_contract import tell_watcher
 from hpcstrat.checkpoint.node_memory.node_memory import NodeMemory
 from hpcstrat.checkpoint.objects import Objects, whole_shape
 from hpcstrat.checkpoint.outcomes import RestoreReport, SaveStatistics
@@ -55,70 +49,10 @@ from hpcstrat.engine.observe.timeline import traced
 from hpcstrat.errors import CheckpointError
 from hpcstrat.safety import newest_checkpoint
 
-__all__ = ["CheckpointManager", "CheckpointOptions"]
+__all__ = ["CheckpointManager"]
 
 _ON_BUSY = ("wait", "skip")
 _CREATION = "creation of a CheckpointManager"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointOptions(KeepRules):
-    """Options of a `CheckpointManager`: which checkpoints it keeps, and how it writes.
-
-    Not collective.
-
-    Parameters
-    ----------
-    max_to_keep : int or None
-        Number of the newest checkpoints to keep; None keeps all, despite other rules.
-    keep_every : int or timedelta, optional
-        Number: keep forever the checkpoints whose step is a multiple of it. Timedelta:
-        keep forever the oldest checkpoint, and then checkpoints at least this time
-        apart.
-    keep_best : KeepBest, optional
-        Keep the best checkpoints by a metric that is passed to `save`.
-    keep_for : float or timedelta, optional
-        Keep checkpoints younger than this; a number is in seconds. The age counts from
-        the start of the save, which the file records.
-    max_write_bandwidth : float, optional
-        Highest mean rate, in bytes per second, at which all replicas together write an
-        asynchronous save. The limit ends when a rank waits for the save. Default: no
-        limit, which can slow down training and other jobs.
-    independent : bool
-        Allow a strategy of one replica in a job of several ranks; each rank then needs
-        its own folder.
-    every : int or "auto"
-        Number of steps between saves to the disk by `CheckpointManager.save_if_due`.
-        ``"auto"`` chooses it from the measured cost of saves, and from the number of
-        times that the run was lost.
-    memory : bool, int or "auto"
-        Whether to keep snapshots in the memory of the nodes, from which `restore` reads
-        in a run that is started again on these nodes. Number: steps between snapshots
-        by `CheckpointManager.save_if_due`. True: as ``"auto"``, which chooses it as
-        ``every`` does. Each save to the disk also makes a snapshot.
-
-    Raises
-    ------
-    ValueError
-        If an option is invalid.
-    """
-
-    max_to_keep: int | None = 5
-    keep_every: int | timedelta | None = None
-    keep_best: KeepBest | None = None
-    keep_for: float | timedelta | None = None
-    max_write_bandwidth: float | None = None
-    independent: bool = False
-    every: Interval = "auto"
-    memory: bool | Interval = False
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for invalid values."""
-        super().__post_init__()
-        checked_bandwidth(self.max_write_bandwidth)
-        checked_interval("every", self.every)
-        if type(self.memory) is not bool:
-            checked_interval("memory", self.memory)
 
 
 class CheckpointManager:
@@ -217,16 +151,10 @@ class CheckpointManager:
         # Saves and restores share the buffer, and the list of damaged files.
         retention, memory = Retention(folder.path, options), ImageMemory()
         self._saver = Saver(strategy.all_ranks, folder, retention, memory)
-        # The interval of saves to the disk, and that of snapshots in memory.
-        self._disk = SaveInterval(options.every, strategy.all_ranks)
         self._node_memory: NodeMemory | None = None
-        self._snapshots: SaveInterval | None = None
         if options.memory:
-            wanted: Interval = options.memory
-            if options.memory is True:
-                wanted = "auto"
-            self._snapshots = SaveInterval(wanted, strategy.all_ranks)
             self._node_memory = NodeMemory(strategy.all_ranks, folder.path)
+        self._due = DueSaves(options, strategy.all_ranks, self._node_memory)
         self._restorer = Restorer(
             *(strategy, folder.path, known, retention, memory),
             node_memory=self._node_memory,
@@ -235,7 +163,6 @@ class CheckpointManager:
         self._pending: CheckpointError | None = None
         # Number of asynchronous saves: each compares another part of the variables.
         self._turn = 0
-        self._made_at = time.time()
         on_rank_0(strategy, _CREATION, folder.prepare)
         newest_checkpoint.prepare()
 
@@ -367,7 +294,7 @@ class CheckpointManager:
             overwrite=overwrite,
         )
         if path is not None:
-            self._disk.restart(step)
+            self._due.disk.restart(step)
         return path
 
     def _save(
@@ -513,35 +440,26 @@ class CheckpointManager:
                 "expected a step or an optimizer among the objects, found none; pass "
                 "step="
             )
-        began, memory = time.perf_counter(), self._node_memory
-        path = None
-        if self._disk.is_due(wanted):
+        began, path = time.perf_counter(), None
+        if self._due.disk.is_due(wanted):
             path, _ = self._save(
                 *(wanted, metrics),
                 asynchronous=asynchronous,
                 overwrite=overwrite or step is None,
             )
-            self._disk.end(wanted, began, self._saver.cost_seconds, self._mean_life())
-        elif memory is not None and self._is_snapshot_due(wanted):
-            header, values, _ = self._read(wanted, "snapshot", {})
-            memory.snapshot(header, values)
+            self._due.end_save(wanted, began, self._saver.cost_seconds)
+        elif self._due.is_snapshot_due(wanted):
+            self._snapshot(wanted)
         else:
             return None
-        if memory is not None and self._snapshots is not None:
-            self._snapshots.end(wanted, began, memory.seconds, self._mean_life())
+        self._due.end_snapshot(wanted, began)
         return path
 
-    def _is_snapshot_due(self, step: int) -> bool:
-        memory, snapshots = self._node_memory, self._snapshots
-        usable = memory is not None and not memory.problem
-        return usable and snapshots is not None and snapshots.is_due(step)
-
-    def _mean_life(self) -> float:
-        """Return the estimated seconds between losses of this run, on each rank."""
-        memory, now = self._node_memory, time.time()
-        started = self._made_at if memory is None else memory.first_start
-        generation = watcher().generation if memory is None else memory.generation
-        return mean_seconds_between_losses(generation - 1, now - started)
+    def _snapshot(self, step: int) -> None:
+        """Copy all objects to the memory of the nodes."""
+        header, values, _ = self._read(step, "snapshot", {})
+        assert self._node_memory is not None
+        self._node_memory.snapshot(header, values)
 
     @collective
     def restore(
@@ -642,18 +560,12 @@ class CheckpointManager:
 
     def _after_restore(self, step: int | None, *, whole: bool) -> int | None:
         """Make a snapshot of restored objects, because new nodes have none."""
-        if step is None:
-            return None
-        self._disk.restart(self._restorer.disk_step)
-        if self._node_memory is None or self._snapshots is None:
-            return step
-        if self._restorer.defers or not whole:
-            # Some variables do not exist yet, or the program will set others.
-            self._snapshots.restart(None)
-        else:
-            header, values, _ = self._read(step, "snapshot", {})
-            self._node_memory.snapshot(header, values)
-            self._snapshots.restart(step)
+        if step is not None:
+            # Not if some variables do not exist yet, or if the program will set others.
+            complete = whole and not self._restorer.defers
+            self._due.restart(self._restorer.disk_step, step if complete else None)
+            if complete and self._node_memory is not None:
+                self._snapshot(step)
         return step
 
     @collective

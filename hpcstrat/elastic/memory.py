@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hpcstrat.checkpoint.file.plain_state import as_text, from_text
+from hpcstrat.checkpoint.node_memory.snapshot_blocks import partners_of
 from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.elastic.memory_restore import (
     Inventory,
@@ -12,7 +13,7 @@ from hpcstrat.elastic.memory_restore import (
     restore_snapshot,
     restore_whole,
 )
-from hpcstrat.elastic.snapshots import Snapshot, exchange, partners_of
+from hpcstrat.elastic.snapshots import Snapshot, exchange
 from hpcstrat.engine.calls.replica_collectives import Collectives
 from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.typing import Replicas

@@ -15,7 +15,7 @@ from hpcstrat.engine.arrays.kinds import to_host
 from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.variables import SyncOnReadVariable
 
-__all__ = ["Key", "Snapshot", "exchange", "partners_of"]
+__all__ = ["Key", "Snapshot", "exchange"]
 
 _TAG = 17
 
@@ -156,29 +156,6 @@ class Snapshot:
 
 def _on(read: bool) -> str:
     return "on_read" if read else "on_write"
-
-
-def partners_of(workers: Sequence[int]) -> list[int]:
-    """Return each replica's partner, the replica that keeps a copy of its part.
-
-    ``workers`` has the worker of each replica. The partner is the replica at the same
-    position in the next worker, because all ranks of a host may be lost together. If
-    there is only one worker, the partner is the next replica.
-    """
-    count = len(workers)
-    if len(set(workers)) == 1:
-        return [(replica + 1) % count for replica in range(count)]
-    members: dict[int, list[int]] = {}
-    for replica, worker in enumerate(workers):
-        members.setdefault(worker, []).append(replica)
-    order = sorted(members)
-    following = dict(zip(order, order[1:] + order[:1], strict=True))
-    partners = []
-    for replica, worker in enumerate(workers):
-        others = members[following[worker]]
-        # If the next worker has fewer replicas, several replicas share a partner.
-        partners.append(others[members[worker].index(replica) % len(others)])
-    return partners
 
 
 def exchange(
