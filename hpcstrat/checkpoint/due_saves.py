@@ -14,25 +14,35 @@ __all__ = ["DueSaves"]
 
 
 class DueSaves:
-    """The intervals of one manager: ``disk``, and that of snapshots in ``memory``."""
+    """The intervals of one manager, to the disk and to the memory of the nodes."""
 
     def __init__(
         self, options: CheckpointOptions, ranks: Replicas, memory: NodeMemory | None
     ) -> None:
         self._memory = memory
-        self.disk = SaveInterval(options.every, ranks)
+        self._disk = SaveInterval(options.every, ranks)
         every = "auto" if type(options.memory) is bool else options.memory
         self._snapshots = SaveInterval(every, ranks)
         self._made_at = time.time()
 
+    def is_save_due(self, step: int, cost_seconds: float) -> bool:
+        """Return whether a save to the disk is due; see `SaveInterval.is_due`."""
+        return self._disk.is_due(step, cost_seconds, self._mean_life())
+
     def is_snapshot_due(self, step: int) -> bool:
-        """Return whether a snapshot is due; not collective, the same on all ranks."""
-        usable = self._memory is not None and not self._memory.problem
-        return usable and self._snapshots.is_due(step)
+        """Return whether a snapshot is due; see `SaveInterval.is_due`."""
+        memory = self._memory
+        if memory is None or memory.problem:
+            return False
+        return self._snapshots.is_due(step, memory.seconds, self._mean_life())
+
+    def saved(self, step: int | None) -> None:
+        """Count steps to the next save to the disk from this one."""
+        self._disk.restart(step)
 
     def end_save(self, step: int, began: float, cost_seconds: float) -> None:
         """Choose the interval of saves to the disk, after a save; collective."""
-        self.disk.end(step, began, cost_seconds, self._mean_life())
+        self._disk.end(step, began, cost_seconds, self._mean_life())
 
     def end_snapshot(self, step: int, began: float) -> None:
         """Choose the interval of snapshots, after a snapshot or save; collective."""
@@ -45,7 +55,7 @@ class DueSaves:
 
         Where a step is None, a save is due in the next call.
         """
-        self.disk.restart(disk_step)
+        self._disk.restart(disk_step)
         self._snapshots.restart(memory_step)
 
     def _mean_life(self) -> float:
@@ -57,5 +67,5 @@ class DueSaves:
 
     def __repr__(self) -> str:
         """Show the intervals."""
-        disk, memory = self.disk.steps, self._snapshots.steps
+        disk, memory = self._disk.steps, self._snapshots.steps
         return f"<DueSaves each {disk} steps to the disk, each {memory} to the memory>"

@@ -6,7 +6,6 @@ import math
 import time
 from typing import Any, Literal, TypeAlias
 
-from hpcstrat.checkpoint.agreement import on_rank_0
 from hpcstrat.engine.typing import Replicas
 
 __all__ = [
@@ -21,6 +20,7 @@ Interval: TypeAlias = int | Literal["auto"]
 """A number of steps, or ``"auto"``."""
 
 _MOST_SHARE = 0.01
+_LEAST_STEP_SECONDS = 1e-6
 _HOURS_WITHOUT_LOSS = 6 * 3600.0
 
 
@@ -58,33 +58,42 @@ class SaveInterval:
     """Decides, equally on all ranks, at which steps to save."""
 
     def __init__(self, wanted: Interval, ranks: Replicas) -> None:
-        self._automatic = wanted == "auto"
         self._ranks = ranks
-        self.steps = 1 if wanted == "auto" else wanted
+        self._automatic = wanted == "auto"
+        # None until the time of a step was measured.
+        self.steps: int | None = None if wanted == "auto" else wanted
         self._last: int | None = None
         self._ended = 0.0
 
-    def is_due(self, step: int) -> bool:
-        """Return whether a save is due; not collective, and the same on all ranks."""
+    def is_due(self, step: int, cost: float, loss_seconds: float) -> bool:
+        """Return whether a save is due; the same on all ranks.
+
+        Collective over ``ranks`` in the first call after the first save with
+        ``"auto"``, which chooses the interval. ``cost`` is in seconds.
+        """
         last = self._last
-        return last is None or step < last or step - last >= self.steps
+        if last is None or step < last:
+            return True
+        if self.steps is None and step > last:
+            self._choose(step, time.perf_counter(), cost, loss_seconds)
+        return self.steps is not None and step - last >= self.steps
 
     def restart(self, step: int | None) -> None:
-        """Count from a restored step, or let the next call be due (None)."""
-        self._last, self._ended = step, 0.0
+        """Count from a saved or restored step, or let the next call be due (None)."""
+        self._last, self._ended = step, time.perf_counter()
 
     def end(self, step: int, began: float, cost: float, loss_seconds: float) -> None:
         """Note a save that began at this time.perf_counter(), and choose the interval.
 
-        Collective over ``ranks`` with ``"auto"``. ``cost`` is in seconds.
+        Collective over ``ranks`` with ``"auto"``.
         """
-        last, ended = self._last, self._ended
-        self._last, self._ended = step, time.perf_counter()
-        if not self._automatic or last is None or not ended or step <= last:
-            return
+        if self._automatic and self._last is not None and step > self._last:
+            self._choose(step, began, cost, loss_seconds)
+        self.restart(step)
 
-        def choose() -> int:
-            each = max((began - ended) / (step - last), 1e-6)
-            return max(1, math.ceil(best_seconds(cost, loss_seconds) / each))
-
-        self.steps = int(on_rank_0(self._ranks, "choice of the interval", choose))
+    def _choose(self, step: int, now: float, cost: float, loss_seconds: float) -> None:
+        assert self._last is not None
+        each = max((now - self._ended) / (step - self._last), _LEAST_STEP_SECONDS)
+        wanted = max(1, math.ceil(best_seconds(cost, loss_seconds) / each))
+        what = "choice of the interval between saves"
+        self.steps = int(self._ranks.collectives.broadcast_object(wanted, 0, what))

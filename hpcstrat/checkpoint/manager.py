@@ -294,7 +294,7 @@ class CheckpointManager:
             overwrite=overwrite,
         )
         if path is not None:
-            self._due.disk.restart(step)
+            self._due.saved(step)
         return path
 
     def _save(
@@ -406,7 +406,8 @@ class CheckpointManager:
         """Save to the disk or to the nodes' memory, if enough steps have passed.
 
         Collective over the strategy's replicas; call it after each step. A call that
-        does nothing makes no collective call, and takes microseconds. The options
+        does nothing makes no collective call, and takes microseconds; but with
+        ``"auto"``, the call after the first save broadcasts the interval. The options
         ``every`` and ``memory`` of `CheckpointOptions` decide on the intervals.
 
         Parameters
@@ -441,7 +442,7 @@ class CheckpointManager:
                 "step="
             )
         began, path = time.perf_counter(), None
-        if self._due.disk.is_due(wanted):
+        if self._due.is_save_due(wanted, self._saver.cost_seconds):
             path, _ = self._save(
                 *(wanted, metrics),
                 asynchronous=asynchronous,

@@ -68,6 +68,7 @@ class NodeMemory:
         self._maps: dict[int, SlotMap] = {}
         self._division: SnapshotDivision
         self.problem = self._late_problem = ""
+        self._told_differing = False
         # The cost of the last snapshot, as the slowest rank has measured it.
         self.seconds = 0.0
         identity, problem = ("", 0, 0), ""
@@ -264,7 +265,8 @@ class NodeMemory:
             differing.update(blocks[~same].tolist())
             if node == self._node:
                 held[blocks[same]] = True
-        if differing and self._ranks.rank == 0:
+        if differing and self._ranks.rank == 0 and not self._told_differing:
+            self._told_differing = True
             plan = division.plan
             paths = {piece.path for block in differing for piece in plan.pieces(block)}
             get_logger("checkpoint").warning(

@@ -168,9 +168,16 @@ class NodeFolder:
             with contextlib.suppress(OSError):
                 with open(self._record_path(slot), "rb") as file:
                     record = Record.unpack(file.read())
-                if record is not None and record.contents()[0] == self.run:
+                if record is not None and self._is_of_run(record):
                     found[slot] = record
         return found
+
+    def _is_of_run(self, record: Record) -> bool:
+        try:
+            return record.contents()[0] == self.run
+        except Exception:
+            # The record is intact, but of another version of the library.
+            return False
 
     def forget(self, slot: int) -> None:
         """Remove the record of a slot, before its blocks change."""

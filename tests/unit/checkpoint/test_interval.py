@@ -43,15 +43,14 @@ def test_given_interval_counts_steps() -> None:
     due = [step for step in range(3, 35) if _took(every, step)]
     assert due == [3, 13, 23, 33]
     # The program went back to an earlier step.
-    assert every.is_due(32)
-    every.restart(32)
-    assert [step for step in range(33, 45) if every.is_due(step)] == [42, 43, 44]
+    assert _took(every, 32)
+    assert [step for step in range(33, 55) if _took(every, step)] == [42, 52]
     every.restart(None)
-    assert every.is_due(0)
+    assert _took(every, 0)
 
 
 def _took(every: SaveInterval, step: int) -> bool:
-    due = every.is_due(step)
+    due = every.is_due(step, 0.0, 0.0)
     if due:
         every.end(step, 0.0, 0.0, 0.0)
     return due
@@ -60,16 +59,20 @@ def _took(every: SaveInterval, step: int) -> bool:
 def test_automatic_interval_follows_costs(clock: list[float]) -> None:
     every = SaveInterval("auto", hs.Strategy().all_ranks)
     cost, each, taken = 0.2, 0.05, []
-    for step in range(1, 1000):
+    steps = math.ceil(math.sqrt(2 * cost * 3600.0) / each)
+    for step in range(1, 2 * steps):
         clock[0] += each
-        if every.is_due(step):
+        if every.is_due(step, cost, 3600.0):
             taken.append(step)
             began = clock[0]
             clock[0] += cost
             every.end(step, began, cost, 3600.0)
-    steps = math.ceil(math.sqrt(2 * cost * 3600.0) / each)
-    assert taken == [1, 2, 2 + steps]
+            ended = clock[0]
+    assert taken == [1, 1 + steps]
     assert every.steps == steps
+    # Steps take twice the time: at the next save, the interval is half as long.
+    every.end(1 + 2 * steps, ended + steps * 2 * each, cost, 3600.0)
+    assert every.steps == math.ceil(math.sqrt(2 * cost * 3600.0) / (2 * each))
 
 
 def test_wrong_intervals_are_refused() -> None:
