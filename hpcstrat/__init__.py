@@ -11,7 +11,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from hpcstrat._launchers import LAUNCHERS
+from hpcstrat._launchers import LAUNCHERS, is_watcher
 from hpcstrat._version import __version__ as __version__
 from hpcstrat.engine import scope_watchers
 
@@ -255,7 +255,8 @@ scope_watchers.register("keras", "hpcstrat.integrations.keras.scope_models")
 # If the launcher's environment variables show a job of several ranks, report this
 # rank's state from now on: even before MPI runs, the other ranks then see that this
 # rank has started or ended.
-if "mpi4py.MPI" in sys.modules or any(
-    os.environ.get(launcher.size, "1") != "1" for launcher in LAUNCHERS
+if "mpi4py.MPI" in sys.modules or (
+    any(os.environ.get(launcher.size, "1") != "1" for launcher in LAUNCHERS)
+    and not is_watcher(sys.argv)
 ):
     importlib.import_module("hpcstrat.safety.start.early").begin()

@@ -7,7 +7,7 @@ them, too: therefore this module imports next to nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Launcher",
     "Scheduler",
     "is_of_launcher",
+    "is_watcher",
     "keep_environment",
     "own_environment",
 ]
@@ -131,6 +132,11 @@ def is_of_launcher(variable: str) -> bool:
     the ranks of the outer job. Variables of schedulers are not included.
     """
     return variable.startswith(_PREFIXES) and variable not in _KEPT
+
+
+def is_watcher(words: Sequence[str]) -> bool:
+    """Return whether a command line is that of ``hpcstrat watch``, which is no rank."""
+    return os.path.basename(words[0]) == "hpcstrat" and words[1:2] == ["watch"]
 
 
 RUN_NAMES = (

@@ -1,26 +1,21 @@
-"""The end of a process after the loss of a rank, and the marker of finished work.
+"""The end of a process after the loss of a rank.
 
-After a loss, ``MPI_Finalize`` is skipped, because it may wait for dead ranks forever.
-The launcher's exit status does not show success: it was 0 even after the loss of all
-ranks. Therefore a marker file shows that the work is finished.
+``MPI_Finalize`` is skipped, because it may wait for dead ranks forever.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import logging
 import os
 import sys
-import time
-from typing import Any
 
 from hpcstrat.checkpoint.save.pending_save import finish_all
 from hpcstrat.elastic.pool import Pool
 from hpcstrat.engine.topology.starting import abandon_mpi
 
-__all__ = ["end_without_finalize_after_loss", "remove_marker", "write_marker"]
+__all__ = ["end_without_finalize_after_loss"]
 
 
 def end_without_finalize_after_loss(pool: Pool) -> None:
@@ -43,33 +38,3 @@ def _end(pool: Pool, process: int) -> None:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(0)
-
-
-def remove_marker(path: str | os.PathLike[str] | None) -> None:
-    """Remove an earlier run's marker file, if there is one; call this on one rank."""
-    if path is not None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-
-
-def write_marker(path: str | os.PathLike[str] | None, told: dict[str, Any]) -> None:
-    """Write the marker file of finished work, and flush it to the disk.
-
-    Call this on one rank. Without a path, do nothing. The file has ``told`` and a time.
-    """
-    if path is None:
-        return
-    whole = os.path.abspath(os.fspath(path))
-    temporary = f"{whole}.{os.getpid()}"
-    text = json.dumps({"finished_unix_seconds": time.time(), **told})
-    with open(temporary, "w", encoding="ascii") as file:
-        file.write(f"{text}\n")
-        file.flush()
-        os.fsync(file.fileno())
-    # Rename the complete file, so that a watching program never reads half of it.
-    os.replace(temporary, whole)
-    folder = os.open(os.path.dirname(whole), os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -11,11 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcstrat.checkpoint.save.pending_save import give_up_all
-from hpcstrat.elastic.finishing import (
-    end_without_finalize_after_loss,
-    remove_marker,
-    write_marker,
-)
+from hpcstrat.elastic.completion_marker import remove_marker, write_marker
+from hpcstrat.elastic.finishing import end_without_finalize_after_loss
 from hpcstrat.elastic.memory import Memory
 from hpcstrat.elastic.pool import Meeting, Pool
 from hpcstrat.engine.channel.call import describe_call

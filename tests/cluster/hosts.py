@@ -181,6 +181,16 @@ class Hosts:
         launcher = self.launcher(ranks, round_robin=round_robin)
         return testing.launch(sum(ranks), command, launcher=launcher, **options)
 
+    def act(self, node: str, action: str) -> None:
+        """Act on a host: off, freeze, thaw, cut or join; see hosts_down.sh."""
+        done = self._script("hosts_down.sh", node, action)
+        if done.returncode:
+            raise RuntimeError(f"hosts_down.sh failed: {done.stderr}")
+
+    def switch_off(self, node: str) -> None:
+        """Kill a host and all its processes."""
+        self.act(node, "off")
+
     def processes(self) -> dict[int, str]:
         """Return process ids and command lines of the processes on all hosts.
 

@@ -54,11 +54,6 @@ class Slurm(Hosts):
         """Return the output of a command on a node, which must succeed."""
         return self.command(str(self.folder / "hx"), node, *command)
 
-    def switch_off(self, node: str) -> None:
-        """Kill a node and all its processes."""
-        done = self._script("hosts_down.sh", node)
-        assert done.returncode == 0, done.stderr
-
     def command(self, *words: str, env: dict[str, str] | None = None) -> str:
         """Return the output of a Slurm command, which must succeed."""
         done = subprocess.run(

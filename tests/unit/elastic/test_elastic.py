@@ -13,7 +13,7 @@ import pytest
 import hpcstrat as hs
 from hpcstrat.checkpoint.node_memory.snapshot_blocks import partners_of
 from hpcstrat.checkpoint.objects import Objects
-from hpcstrat.elastic.finishing import remove_marker, write_marker
+from hpcstrat.elastic.completion_marker import remove_marker, write_marker
 from hpcstrat.elastic.memory_restore import Inventory, choose
 from hpcstrat.elastic.snapshots import Key, Snapshot
 from hpcstrat.engine.topology.survival import choose_collectives

@@ -1,0 +1,49 @@
+"""Replaces ssh for mpirun: has a command started by the watcher of another node.
+
+``python -m hpcstrat.elastic.watching.launch_agent HOST COMMAND...``
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+from hpcstrat.elastic.watching.mesh import Identity, greet
+from hpcstrat.elastic.watching.watch_messages import MalformedMessageError, encode
+from hpcstrat.elastic.watching.watch_secret import SecretError, shared_secret
+
+__all__ = ["AGENT", "main"]
+
+AGENT = f"{sys.executable} -m hpcstrat.elastic.watching.launch_agent"
+"""The command that mpirun and MPICH's hydra call instead of ssh."""
+
+_SECONDS = 10.0
+
+
+def main() -> int:
+    """Have the command of the command line started; its output becomes this one's."""
+    # MPICH's hydra passes the option -x of ssh.
+    host, *words = [word for word in sys.argv[1:] if word != "-x"]
+    try:
+        folder = Path(os.environ["HPCSTRAT_WATCH_FOLDER"])
+        number = int(os.environ["HPCSTRAT_WATCH_GENERATION"])
+        job, port = os.environ["HPCSTRAT_WATCH_JOB"], os.environ["HPCSTRAT_WATCH_PORT"]
+        own = Identity(shared_secret(folder), job, os.uname().nodename)
+        stream = socket.create_connection((host, int(port)), timeout=_SECONDS)
+        greet(own, stream)
+        # As with ssh, the words are joined to one line for the remote shell.
+        told = {"number": number, "line": " ".join(words), "folder": os.getcwd()}
+        stream.sendall(encode("command", **told))
+        stream.settimeout(None)
+        while data := stream.recv(1 << 16):
+            os.write(1, data)
+    except (OSError, SecretError, MalformedMessageError) as error:
+        sys.stderr.write(f"hpcstrat watch: no command on {host}: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""Watched runs of the survivor program on pretend hosts, and the judgement of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hpcstrat.testing.launcher import clean_environment
+from tests.cluster import survivor
+from tests.cluster.hosts import Hosts
+
+HPCSTRAT = str(Path(sys.executable).with_name("hpcstrat"))
+
+
+class WatchedRun:
+    """A run of the survivor program under watchers, one on each of some hosts."""
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        folder: Path,
+        *options: str,
+        use: int = 2,
+        steps: int = 1_000_000,
+        nap: float = 0.005,
+    ) -> None:
+        self.hosts, self.folder, self.steps = hosts, folder, steps
+        folder.mkdir(parents=True)
+        self.nodes = [f"node{i + 1}" for i in range(hosts.num_hosts)]
+        env = {
+            **clean_environment(),
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+            "OMPI_MCA_coll": "^han",
+            "PRTE_MCA_hwloc_default_binding_policy": "none",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "RUN_FOLDER": str(folder),
+        }
+        program = [sys.executable, survivor.__file__, str(folder), str(steps), str(nap)]
+        words = ["--nodes", ",".join(self.nodes), "--use", str(use), *options, "--"]
+        self.watchers = {}
+        for node in self.nodes:
+            command = [str(hosts.folder / "hx"), node, HPCSTRAT, "watch"]
+            command += ["--job", f"test {folder}", *words, *program]
+            with (folder / f"errors-{node}").open("wb") as errors:
+                self.watchers[node] = subprocess.Popen(command, env=env, stderr=errors)
+
+    def claims(self) -> list[dict[str, Any]]:
+        """Return the claims so far, in order."""
+        found = []
+        for path in (self.folder / "watch").glob("gen-*"):
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(path.read_text()))
+        return sorted(found, key=lambda claim: claim["number"])
+
+    def records(self) -> Iterator[tuple[int, int, list[str]]]:
+        """Yield generation, rank and words of each line that a rank wrote."""
+        for path in self.folder.glob("steps-*"):
+            _, number, rank = path.name.split("-")
+            for line in path.read_text().splitlines():
+                if len(words := line.split()) == 4:
+                    yield int(number), int(rank), words
+
+    def first_step_after(self, moment: float) -> float | None:
+        """Return when a generation that began later made its first step."""
+        times: dict[int, list[float]] = {}
+        for number, _, words in self.records():
+            if words[1] == "step":
+                times.setdefault(number, []).append(float(words[0]))
+        later = [min(some) for some in times.values() if min(some) > moment]
+        return min(later, default=None)
+
+    def wait(self, what: Callable[[], Any], seconds: float = 60) -> Any:
+        """Return the first true result of a function, or fail with the logs."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if result := what():
+                return result
+            time.sleep(0.02)
+        raise AssertionError(f"{what} is not true after {seconds} s\n{self.logs()}")
+
+    def logs(self) -> str:
+        """Return the end of all watchers' logs, and of the output."""
+        paths = sorted((self.folder / "watch").glob("log-*"))
+        lines = [line for path in paths for line in path.read_text().splitlines()]
+        errors = [p.read_text()[-500:] for p in self.folder.glob("errors-*")]
+        output = [
+            p.read_text()[-1500:] for p in (self.folder / "watch").glob("output-*")
+        ]
+        return "\n".join([*sorted(lines), *output, *errors])
+
+    def ranks(self) -> dict[int, str]:
+        """Return process ids of ranks, with their command lines."""
+        processes = self.hosts.processes()
+        return {
+            pid: words
+            for pid, words in processes.items()
+            if words.startswith(sys.executable)
+            and survivor.__file__ in words
+            and " watch " not in words
+            and "child_start" not in words
+        }
+
+    def launchers(self) -> list[int]:
+        """Return process ids of the launchers."""
+        processes = self.hosts.processes()
+        names = ("mpirun", "prterun", "srun")
+        return [
+            pid
+            for pid, words in processes.items()
+            if Path(words.split()[1 if "python" in words.split()[0] else 0]).name
+            in names
+        ]
+
+    def problems(self) -> list[str]:
+        """Return everything that is wrong with what the ranks did so far."""
+        found, first, last = [], {}, {}
+        for number, rank, words in self.records():
+            moment = float(words[0])
+            if words[1] == "restored":
+                if words[3] != "True":
+                    found.append(f"generation {number}, rank {rank} restored {words}")
+            else:
+                first[number] = min(moment, first.get(number, moment))
+                last[number] = max(moment, last.get(number, moment))
+        for number, moment in last.items():
+            newer = [m for other, m in first.items() if other > number]
+            if newer and moment > min(newer):
+                found.append(f"generation {number} made a step after a newer one")
+        if len({c["number"] for c in self.claims()}) != len(self.claims()):
+            found.append("a generation was claimed twice")
+        return found
+
+    def check_result(self) -> None:
+        """Fail unless the result is that of an undisturbed run."""
+        right = zlib.crc32(survivor.state_after(self.steps).tobytes())
+        assert (self.folder / "result").read_text() == str(right)
+        assert (self.folder / "done").exists()
+
+    def end(self) -> None:
+        """End the watchers, and with them everything that they have started."""
+        for watcher in self.watchers.values():
+            if watcher.poll() is None:
+                watcher.send_signal(signal.SIGKILL)
+        for watcher in self.watchers.values():
+            watcher.wait(20)
