@@ -69,8 +69,8 @@ class Mesh:
 
     ``deliver`` is called in that thread with the kind of an event and its values:
     ``came`` and ``lost`` with a node, ``message`` with a node and a message,
-    ``command`` with a message and a socket, ``log`` with a text. ``silent_seconds`` is the time
-    after which a silent node counts as lost.
+    ``command`` with a message and a socket, ``log`` with a text. After
+    ``silent_seconds`` a silent node counts as lost.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ def _read(path: Path) -> bytes:
         if not stat.S_ISREG(about.st_mode) or about.st_mode & 0o077:
             raise SecretError(
                 f"expected a secret {path} that only its owner can read (mode 600), "
-                f"found mode {stat.S_IMODE(about.st_mode):o}; remove it, because others "
+                f"found mode {stat.S_IMODE(about.st_mode):o}; remove it, as others "
                 "may know it, and start the job again"
             )
         text = os.read(file, _LENGTH + 1)

@@ -60,8 +60,8 @@ class WatchOptions:
 
     ``folder`` has the claims, the secret and the logs; ``marker`` is the file that
     shows that the program is complete. ``use`` is the number of nodes that run ranks,
-    and ``least`` the number below which the job is queued again. After ``most_failures``
-    starts in a row without progress, the watchers end.
+    and ``least`` the number below which the job is queued again. After
+    ``most_failures`` starts in a row without progress, the watchers end.
     """
 
     folder: Path
@@ -350,7 +350,7 @@ class Watcher:
         )
         if not leading.has_rank and self._launch.launcher == "srun":
             self._log("srun has started no rank; mpirun is tried next")
-            self._launch = replace(self._launch, launcher="mpirun")
+            self._launch = replace(self._launch, launcher="mpirun", options=())
 
     def _reached(self) -> tuple[int, float]:
         """Return the largest step, and the time of the newest checkpoint file."""
@@ -519,7 +519,7 @@ class Watcher:
         left = self._programs.end_before(claim.number)
         self._log(
             f"starts generation {claim.number} on {', '.join(claim.nodes)} by "
-            f"{self._launch.launcher}"
+            f"{self._launch.launcher}; output in {options.folder}/output-{self._node}"
         )
         if left:
             self._log("cannot end all processes of older generations on this node")
