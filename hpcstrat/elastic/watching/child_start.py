@@ -1,7 +1,8 @@
 """Starts a program that ends with its parent process; runs isolated, without packages.
 
-``python -I -S child_start.py rank PROGRAM...`` starts a rank: it registers the process
-with the watcher of this node, which refuses it if its generation is over.
+``python -I -S child_start.py rank PROGRAM...`` starts a rank, registers it with the
+watcher of this node, which refuses it if its generation is over, and reports its exit
+status: that of mpirun is 0 even after the loss of a node.
 ``python -I -S child_start.py child PARENT NICE PROGRAM...`` starts a launcher, a daemon
 of mpirun or a program beside the ranks.
 """
@@ -17,6 +18,9 @@ import sys
 
 _PR_SET_PDEATHSIG = 1
 _SECONDS = 20.0
+_SIGNALS = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2),
+)
 
 
 def node_folder(run: str, node: str) -> str:
@@ -53,37 +57,68 @@ def ask(
     return answer if isinstance(answer, dict) else {}
 
 
-def _register() -> None:
-    run, node = os.environ["HPCSTRAT_WATCH_RUN"], os.uname().nodename
-    os.environ.update(node_variables(run, node))
+def _ask_watcher(kind: str, **fields: object) -> dict[str, object]:
+    path = os.environ["HPCSTRAT_WATCH_SOCKET"]
     number = int(os.environ["HPCSTRAT_WATCH_GENERATION"])
     try:
-        path = os.environ["HPCSTRAT_WATCH_SOCKET"]
-        answer = ask(path, {"kind": "rank", "number": number})
+        return ask(path, {"kind": kind, "number": number, **fields})
     except (OSError, ValueError) as error:
-        answer = {"refused": f"expected a watcher on node {node}, found none ({error})"}
-    if "refused" in answer or "accepted" not in answer:
+        node = os.uname().nodename
+        return {"refused": f"expected a watcher on node {node}, found none ({error})"}
+
+
+def _run_rank(words: list[str]) -> int:
+    """Run a rank as a child process, and tell the watcher its exit status."""
+    run, node = os.environ["HPCSTRAT_WATCH_RUN"], os.uname().nodename
+    os.environ.update(node_variables(run, node))
+    answer = _ask_watcher("rank")
+    if "accepted" not in answer:
         refusal = answer.get("refused", "the watcher has ended")
         sys.exit(f"hpcstrat watch: {refusal}; this rank is not started")
+    # Launchers send signals to the group of a rank's processes.
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
+    own = os.getpid()
+    rank = os.fork()
+    if rank == 0:
+        for number, handler in before.items():
+            is_ignored = handler == signal.SIG_IGN
+            signal.signal(number, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+        _end_with(own)
+        _execute(words)
+    status = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
+    status = status if status >= 0 else 128 - status
+    _ask_watcher("rank_end", status=status)
+    return status
 
 
-def main() -> None:
-    """Start the program of the command line in place of this process."""
-    kind, *words = sys.argv[1:]
+def _end_with(parent: int) -> None:
+    """Have the kernel end this process when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if kind == "rank":
-        _register()
-    else:
-        parent, nice, *words = words
-        # The parent may have ended before the line above.
-        if os.getppid() != int(parent):
-            sys.exit(1)
-        os.nice(int(nice))
+    # The parent may have ended before the line above.
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _execute(words: list[str]) -> None:
     try:
         os.execvp(words[0], words)
     except OSError as error:
-        sys.exit(f"hpcstrat watch: cannot start {words[0]}: {error.strerror}")
+        sys.stderr.write(f"hpcstrat watch: cannot start {words[0]}: {error.strerror}\n")
+        os._exit(127)
+
+
+def main() -> int:
+    """Start the program of the command line."""
+    kind, *words = sys.argv[1:]
+    if kind == "rank":
+        _end_with(os.getppid())
+        return _run_rank(words)
+    parent, nice, *words = words
+    _end_with(int(parent))
+    os.nice(int(nice))
+    _execute(words)
+    return 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

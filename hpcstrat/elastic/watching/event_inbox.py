@@ -32,15 +32,14 @@ class EventInbox:
         with contextlib.suppress(BlockingIOError):
             os.write(self._waker, b"x")
 
-    def watch(self, pid: int, *event: Any) -> int | None:
-        """Put an event at the end of a process; return its handle, None if it ended."""
+    def watch(self, pid: int, *event: Any) -> None:
+        """Put an event at the end of a process."""
         try:
             handle = os.pidfd_open(pid)
         except OSError:
             self.put(*event)
-            return None
-        self._selector.register(handle, selectors.EVENT_READ, event)
-        return handle
+        else:
+            self._selector.register(handle, selectors.EVENT_READ, event)
 
     def wait(self, seconds: float) -> list[tuple[Any, ...]]:
         """Return the events so far, after at most a time without any."""

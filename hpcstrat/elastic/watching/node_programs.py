@@ -31,7 +31,7 @@ class NodePrograms:
         self._run, self._environment = run, environment
         self._output, self._inbox = output, inbox
         self._launcher: subprocess.Popen[bytes] | None = None
-        self._ranks: dict[int, int] = {}
+        self._ranks: dict[int, int | None] = {}
         self._beside: dict[int, subprocess.Popen[bytes]] = {}
         self._daemons: list[subprocess.Popen[bytes]] = []
 
@@ -111,20 +111,27 @@ class NodePrograms:
         return self._beside.pop(pid).wait()
 
     def add_rank(self, pid: int, number: int) -> None:
-        """Watch a rank; its end is an event ``rank``."""
-        handle = self._inbox.watch(pid, "rank", pid, number)
-        if handle is not None:
-            self._ranks[pid] = handle
+        """Watch the process that has started a rank; its end is an event ``rank``."""
+        self._ranks[pid] = None
+        self._inbox.watch(pid, "rank", pid, number)
 
-    def forget_rank(self, pid: int) -> None:
-        """Forget a rank that has ended."""
-        self._ranks.pop(pid, None)
+    def set_status(self, pid: int, status: int) -> None:
+        """Keep the exit status that the process of a rank has reported."""
+        if pid in self._ranks:
+            self._ranks[pid] = status
+
+    def forget_rank(self, pid: int) -> int:
+        """Return the status of a rank that has ended; as after SIGKILL if unknown."""
+        status = self._ranks.pop(pid, None)
+        return 128 + signal.SIGKILL if status is None else status
 
     def signal_ranks(self, number: int) -> None:
         """Send a signal to the ranks of this node."""
-        for handle in self._ranks.values():
+        for pid in self._ranks:
             with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(handle, number)
+                # Each rank has a process group.
+                if (group := os.getpgid(pid)) != os.getpgid(0):
+                    os.killpg(group, number)
 
     def end_before(self, number: int) -> int:
         """End all processes of older generations, and return how many remain."""

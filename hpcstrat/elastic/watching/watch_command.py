@@ -174,8 +174,6 @@ def _prepare(argv: Sequence[str]) -> Watcher:
             gather_seconds=told.gather_seconds,
             silent_seconds=told.silent_seconds,
             start_seconds=told.start_seconds,
-            # mpirun with ULFM has status 0 even after the loss of all ranks.
-            trusts_status="--with-ft" not in options,
         ),
         identity,
         _addresses(nodes, port),

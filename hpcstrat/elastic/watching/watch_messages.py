@@ -98,7 +98,7 @@ FROM_PEER: Mapping[str, Mapping[str, _Check]] = {
     "cleaned": {"number": _is_number},
     "progress": {"step": _is_number},
     "rank_came": {"number": _is_number},
-    "rank_ended": {"number": _is_number},
+    "rank_ended": {"number": _is_number, "status": _is_number},
     "end": {"reason": _is_name},
 }
 """The messages of an authenticated watcher."""
@@ -110,6 +110,7 @@ FROM_AGENT: Mapping[str, Mapping[str, _Check]] = {
 
 FROM_RANK: Mapping[str, Mapping[str, _Check]] = {
     "rank": {"number": _is_number},
+    "rank_end": {"number": _is_number, "status": _is_number},
     "progress": {"step": _is_number},
     "start": {"argv": _is_words, "folder": _is_text},
 }

@@ -73,7 +73,6 @@ class WatchOptions:
     gather_seconds: float = 30.0
     silent_seconds: float = 3.0
     start_seconds: float = 120.0
-    trusts_status: bool = True
 
 
 def _in_time(act: Callable[[], Any]) -> Any:
@@ -99,7 +98,10 @@ class _Leading:
     reached: tuple[int, float]
     is_started: bool = False
     has_rank: bool = False
-    first_ended: str = ""
+    num_right: int = 0
+    failed_on: str = ""
+    has_saved: bool = False
+    status: int | None = None
 
 
 class Watcher:
@@ -236,8 +238,12 @@ class Watcher:
                 leading.cleaned.add(name)
             elif kind == "rank_came":
                 leading.has_rank = True
-            elif kind == "rank_ended":
-                leading.first_ended = leading.first_ended or name
+            elif message["status"] == 0:
+                leading.num_right += 1
+            elif message["status"] == _SAVED_STATUS:
+                leading.has_saved = True
+            else:
+                leading.failed_on = leading.failed_on or name
 
     def _join(self, told: dict[str, Any]) -> None:
         members, nodes = tuple(told.pop("members")), tuple(told.pop("nodes"))
@@ -271,6 +277,9 @@ class Watcher:
         if message["kind"] == "progress":
             self._step = max(self._step, message["step"])
             self._mesh.send(list(self._present), "progress", step=self._step)
+        elif message["kind"] == "rank_end":
+            self._programs.set_status(pid, message["status"])
+            answer({"accepted": message["number"]})
         elif message["kind"] == "start":
             try:
                 folder = message["folder"]
@@ -289,19 +298,19 @@ class Watcher:
             )
         else:
             self._programs.add_rank(pid, current.number)
-            self._tell_leader("rank_came", current.number)
+            self._tell_leader("rank_came", number=current.number)
             answer({"accepted": current.number})
 
-    def _tell_leader(self, kind: str, number: int) -> None:
+    def _tell_leader(self, kind: str, **fields: int) -> None:
         if self._generation.leader == self._node:
-            self._on_message(self._node, {"kind": kind, "number": number})
+            self._on_message(self._node, {"kind": kind, **fields})
         else:
-            self._mesh.send([self._generation.leader], kind, number=number)
+            self._mesh.send([self._generation.leader], kind, **fields)
 
     def _on_rank_end(self, pid: int, number: int) -> None:
-        self._programs.forget_rank(pid)
+        status = self._programs.forget_rank(pid)
         if number == self._generation.number:
-            self._tell_leader("rank_ended", number)
+            self._tell_leader("rank_ended", number=number, status=status)
 
     def _on_beside_end(self, pid: int) -> None:
         if status := self._programs.forget_beside(pid):
@@ -321,19 +330,31 @@ class Watcher:
         self._programs.end_before(number + 1)
         if self._reason or leading is None or leading.number != number:
             return
-        self._leading = None
-        lost = [name for name in self._generation.nodes if name in self._lost]
-        if self._options.marker.exists() or lost:
+        # The reports of the ranks, or of the loss of a node, may come some time later.
+        leading.status = status
+        leading.until = time.monotonic() + self._options.silent_seconds + 1
+
+    def _judge(self, leading: _Leading, now: float) -> None:
+        """Decide whether an ended generation has completed the program."""
+        assert leading.status is not None
+        is_right = leading.num_right == self._launch.ranks
+        is_over = self._has_lost_node() or self._options.marker.exists()
+        is_clear = is_right or is_over or leading.failed_on or leading.status
+        if not is_clear and now < leading.until:
             return
-        if status == 0 and self._options.trusts_status:
-            write_marker(self._options.marker, {"generation": number})
-        elif status == _SAVED_STATUS:
+        self._leading = None
+        if is_right and not self._options.marker.exists():
+            write_marker(self._options.marker, {"generation": leading.number})
+        elif leading.has_saved or leading.status == _SAVED_STATUS:
             self._reason = "saved"
-        else:
-            self._count_failure(leading, status)
+        elif not is_over:
+            self._count_failure(leading, leading.status)
+
+    def _has_lost_node(self) -> bool:
+        return any(name in self._lost for name in self._generation.nodes)
 
     def _count_failure(self, leading: _Leading, status: int) -> None:
-        current, name = self._generation, leading.first_ended
+        current, name = self._generation, leading.failed_on
         has_progress = any(
             now > then
             for now, then in zip(self._reached(), leading.reached, strict=True)
@@ -419,14 +440,16 @@ class Watcher:
                 self._lost[name] = "silent"
                 self._mesh.drop(name)
         if self._is_stopping:
-            if not self._programs.has_launcher and not self._programs.has_ranks:
+            if self._leading and self._leading.status is not None:
+                self._judge(self._leading, now)
+            elif not self._programs.has_launcher and not self._programs.has_ranks:
                 self._reason = "stopped"
         elif self._living()[0] == self._node and not self._is_folder_gone:
             self._lead(now)
 
     def _lead(self, now: float) -> None:
         leading, current = self._leading, self._generation
-        is_over = any(name in self._lost for name in current.nodes)
+        is_over = self._has_lost_node()
         if self._programs.has_launcher:
             is_late = leading and not leading.has_rank and now > leading.until
             if is_over or is_late:
@@ -434,6 +457,8 @@ class Watcher:
                     self._log("the launcher has started no rank in time; it is ended")
                 # The end of the launcher is an event.
                 self._programs.end_before(current.number + 1)
+        elif leading and leading.status is not None:
+            self._judge(leading, now)
         elif leading is None or is_over:
             self._leading = None
             self._claim(now)
