@@ -46,7 +46,8 @@ class Episode:
     def __init__(self, folder: Path, seed: int) -> None:
         self.random = random.Random(seed)
         self.hosts = Hosts(NUM_HOSTS)
-        options = ("--least", "1", "--most-failures", "10")
+        each = str(self.random.choice((1, 2)))
+        options = ("--least", "1", "--most-failures", "10", "--ranks-per-node", each)
         self.run = WatchedRun(self.hosts, folder, *options, use=2)
         self.gone: list[str] = []
         self.stopped: list[tuple[str, str]] = []

@@ -113,13 +113,12 @@ class WatchedRun:
 
     def launchers(self) -> list[int]:
         """Return process ids of the launchers."""
-        processes = self.hosts.processes()
         names = ("mpirun", "prterun", "srun")
         return [
             pid
-            for pid, words in processes.items()
-            if Path(words.split()[1 if "python" in words.split()[0] else 0]).name
-            in names
+            for pid, command in self.hosts.processes().items()
+            # The launcher of Open MPI's wheel is a program of Python.
+            if any(Path(word).name in names for word in command.split()[:2])
         ]
 
     def problems(self) -> list[str]:
