@@ -30,3 +30,24 @@ def test_the_run_goes_on_after_the_loss_of_the_leaders_node(
         assert not hosts.processes()
     finally:
         run.end()
+
+
+def test_a_newer_job_in_the_same_folder_ends_the_older_one(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    """A requeued job may start while a node of the former one was cut off."""
+    folder = tmp_path / "run"
+    older = WatchedRun(hosts, folder, use=1, nodes=["node1"])
+    try:
+        older.wait(lambda: older.first_step_after(0))
+        newer = WatchedRun(hosts, folder, use=1, nodes=["node2"], steps=30, nap=0.01)
+        try:
+            assert newer.watchers["node2"].wait(60) == 0, newer.logs()
+            assert older.watchers["node1"].wait(60) == 76, older.logs()
+            assert [claim["job"][-5:] for claim in newer.claims()] == ["node1", "node2"]
+            assert newer.problems() == []
+            assert not hosts.processes()
+        finally:
+            newer.end()
+    finally:
+        older.end()

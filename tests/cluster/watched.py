@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,11 @@ class WatchedRun:
         use: int = 2,
         steps: int = 1_000_000,
         nap: float = 0.005,
+        nodes: Sequence[str] = (),
     ) -> None:
         self.hosts, self.folder, self.steps = hosts, folder, steps
-        folder.mkdir(parents=True)
-        self.nodes = [f"node{i + 1}" for i in range(hosts.num_hosts)]
+        folder.mkdir(parents=True, exist_ok=True)
+        self.nodes = nodes or [f"node{i + 1}" for i in range(hosts.num_hosts)]
         env = {
             **clean_environment(),
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -51,7 +52,7 @@ class WatchedRun:
         self.watchers = {}
         for node in self.nodes:
             command = [str(hosts.folder / "hx"), node, HPCSTRAT, "watch"]
-            command += ["--job", f"test {folder}", *words, *program]
+            command += ["--job", f"test of {self.nodes[0]}", *words, *program]
             with (folder / f"errors-{node}").open("wb") as errors:
                 self.watchers[node] = subprocess.Popen(command, env=env, stderr=errors)
 

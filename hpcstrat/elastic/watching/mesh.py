@@ -311,7 +311,7 @@ class Mesh:
             with contextlib.suppress(OSError, IndexError):
                 who = str(connection.socket.getpeername()[0])
         self._log(f"a connection with {who} is closed: {reason}")
-        if connection.expects == "hello":
+        if connection.expects:
             self._send(connection, encode("refused", reason=reason[:200]))
         self._end(connection, "closed")
 
@@ -424,19 +424,20 @@ def check_welcome(
 def greet(own: Identity, stream: socket.socket) -> None:
     """Greet a watcher over a blocking socket, to send it a command afterwards."""
     lines = LineBuffer()
+    received: list[dict[str, Any]] = []
 
     def next_message(expected: str) -> dict[str, Any]:
-        received: list[dict[str, Any]] = []
         while not received:
             data = stream.recv(1 << 12)
             if not data:
                 raise MalformedMessageError("the watcher has closed the connection")
-            received = lines.feed(data)
-        kind = check_message(received[0], GREETINGS)
+            received.extend(lines.feed(data))
+        message = received.pop(0)
+        kind = check_message(message, GREETINGS)
         if kind != expected:
-            found = received[0].get("reason", f"expected {expected}, found {kind}")
+            found = message.get("reason", f"expected {expected}, found {kind}")
             raise MalformedMessageError(found)
-        return received[0]
+        return message
 
     challenge = next_message("challenge")
     answer = hello(own, "command", challenge)

@@ -1,0 +1,210 @@
+"""Watchers connect with those that know the secret, and with nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import random
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hpcstrat.elastic.watching.mesh import Identity, Mesh, greet, hello
+from hpcstrat.elastic.watching.watch_messages import (
+    LineBuffer,
+    MalformedMessageError,
+    encode,
+)
+
+SECRET, JOB = b"s" * 64, "Slurm 7.0.0"
+_SECONDS = 20
+
+
+class Meeting:
+    """The meshes of some nodes of this machine, with the events of each."""
+
+    def __init__(self, names: str, **options: Any) -> None:
+        held = [socket.create_server(("", 0)) for _ in names]
+        ports = [one.getsockname()[1] for one in held]
+        for one in held:
+            one.close()
+        self.addresses = {
+            name: ("127.0.0.1", port) for name, port in zip(names, ports, strict=True)
+        }
+        self.options = options
+        self.events: dict[str, queue.Queue[tuple[Any, ...]]] = {}
+        self.meshes: dict[str, Mesh] = {}
+
+    def start(self, name: str, identity: Identity | None = None) -> Mesh:
+        """Start the mesh of a node."""
+        events = self.events[name] = queue.Queue()
+        identity = identity or Identity(SECRET, JOB, name)
+        mesh = Mesh(
+            identity, self.addresses, lambda *event: events.put(event), **self.options
+        )
+        mesh.start()
+        self.meshes[name] = mesh
+        return mesh
+
+    def next(self, name: str, kind: str) -> tuple[Any, ...]:
+        """Return the values of the next event of a kind."""
+        until = time.monotonic() + _SECONDS
+        while True:
+            event = self.events[name].get(timeout=until - time.monotonic())
+            if event[0] == kind:
+                return event[1:]
+
+    def connect(self, name: str) -> socket.socket:
+        """Return a connection with the mesh of a node."""
+        return socket.create_connection(self.addresses[name], timeout=_SECONDS)
+
+
+@contextlib.contextmanager
+def meeting(names: str, **options: Any) -> Iterator[Meeting]:
+    """Yield a meeting, and close its meshes."""
+    found = Meeting(names, **options)
+    try:
+        yield found
+    finally:
+        for mesh in found.meshes.values():
+            mesh.close()
+
+
+def test_watchers_meet_talk_and_notice_an_end() -> None:
+    with meeting("abc") as met:
+        for name in "cab":
+            met.start(name)
+        for name in "abc":
+            others = {met.next(name, "came")[0] for _ in range(2)}
+            assert others == set("abc") - {name}
+        met.meshes["c"].send(["a", "b", "nobody"], "progress", step=7)
+        for name in "ab":
+            assert met.next(name, "message") == ("c", {"kind": "progress", "step": 7})
+        met.meshes.pop("c").close()
+        assert met.next("a", "lost") == ("c", "closed")
+        # Both sides of a connection that one of them drops know the same.
+        met.meshes["a"].drop("b")
+        assert met.next("a", "lost") == ("b", "silent")
+        assert met.next("b", "lost") == ("c", "closed")
+        assert met.next("b", "lost") == ("a", "silent")
+
+
+@pytest.mark.parametrize(
+    ("identity", "said"),
+    [
+        (Identity(b"x" * 64, JOB, "b"), "found a wrong proof"),
+        (Identity(SECRET, "Slurm 8.0.0", "b"), "two jobs use the same folder"),
+        (Identity(SECRET, JOB, "b", version="0.0.0"), "expected hpcstrat 0.0.0 on"),
+    ],
+)
+def test_a_stranger_is_refused(identity: Identity, said: str) -> None:
+    with meeting("ab") as met:
+        met.start("a")
+        met.start("b", identity)
+        # Both sides say why.
+        assert said in met.next("a", "log")[0]
+        assert said in met.next("b", "log")[0]
+        kinds = {event[0] for name in "ab" for event in met.events[name].queue}
+        assert kinds <= {"log"}
+
+
+def _read(stream: socket.socket) -> list[dict[str, Any]]:
+    """Return the messages until the other side closes the connection."""
+    lines, found = LineBuffer(), []
+    with contextlib.suppress(ConnectionError):
+        while data := stream.recv(1 << 16):
+            found += lines.feed(data)
+    return found
+
+
+def test_no_command_comes_from_a_stranger() -> None:
+    told = encode("command", number=1, line="touch /nonexistent/file", folder="/")
+    with meeting("ab") as met:
+        met.start("a")
+        for greeting in (b"", encode("welcome", name="a", proof="0" * 64)):
+            with met.connect("a") as stream:
+                stream.sendall(greeting + told)
+                assert [one["kind"] for one in _read(stream)] == [
+                    "challenge",
+                    "refused",
+                ]
+        # A proof of an earlier connection does not fit the number of a new one.
+        own = Identity(SECRET, JOB, "b")
+        with met.connect("a") as stream, met.connect("a") as later:
+            challenge = LineBuffer().feed(stream.recv(1 << 12))[0]
+            answer = encode(**hello(own, "command", challenge))
+            later.sendall(answer + told)
+            assert [one["kind"] for one in _read(later)] == ["challenge", "refused"]
+        # With the secret, it is delivered.
+        with met.connect("a") as stream:
+            greet(own, stream)
+            stream.sendall(told)
+            message, delivered = met.next("a", "command")
+            delivered.close()
+        assert message["line"] == "touch /nonexistent/file"
+
+
+def test_a_stranger_that_listens_gets_no_secret_and_no_command() -> None:
+    """Another program has the port of a watcher, and sends its own words back."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        own = Identity(SECRET, JOB, "b")
+        stream = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+        with stream, other:
+            other.sendall(encode("challenge", version=own.version, nonce="0"))
+            other.sendall(encode("welcome", name="a", proof="0" * 64))
+            with pytest.raises(MalformedMessageError, match="another program has"):
+                greet(own, stream)
+            [answer] = LineBuffer().feed(other.recv(1 << 16))
+            assert SECRET.decode() not in str(answer)
+
+
+def test_fuzzed_bytes_change_nothing() -> None:
+    random_ = random.Random(2)
+    with meeting("ab") as met:
+        met.start("a")
+        met.start("b")
+        assert met.next("a", "came") == ("b",)
+        for _ in range(50):
+            with met.connect("a") as stream, contextlib.suppress(OSError):
+                for _ in range(random_.randrange(1, 20)):
+                    words = random_.randbytes(random_.randrange(100))
+                    stream.sendall(random_.choice([b"{", b'{"kind":', b""]) + words)
+                    stream.sendall(b"\n")
+        met.meshes["b"].send(["a"], "progress", step=1)
+        assert met.next("a", "message") == ("b", {"kind": "progress", "step": 1})
+
+
+def test_a_malformed_message_of_a_watcher_is_its_loss() -> None:
+    with meeting("ab") as met:
+        met.start("a")
+        with met.connect("a") as stream:
+            challenge = LineBuffer().feed(stream.recv(1 << 12))[0]
+            own = Identity(SECRET, JOB, "b")
+            stream.sendall(encode(**hello(own, "peer", challenge)))
+            assert met.next("a", "came") == ("b",)
+            stream.sendall(encode("generation", number=-1))
+            assert "expected a message" in met.next("a", "log")[0]
+            assert met.next("a", "lost") == ("b", "closed")
+
+
+def test_a_silent_watcher_is_lost() -> None:
+    with meeting("ab", silent_seconds=0.3) as met:
+        met.start("a")
+        with met.connect("a") as stream:
+            challenge = LineBuffer().feed(stream.recv(1 << 12))[0]
+            own = Identity(SECRET, JOB, "b")
+            stream.sendall(encode(**hello(own, "peer", challenge)))
+            assert met.next("a", "lost") == ("b", "silent")
+            assert _read(stream)[-1] == {"kind": "dropped"}
+
+
+def test_a_port_in_use_is_an_error() -> None:
+    with meeting("ab") as met, socket.create_server(("", met.addresses["a"][1])):
+        met.events["a"] = queue.Queue()
+        mesh = Mesh(Identity(SECRET, JOB, "a"), met.addresses, print)
+        with pytest.raises(OSError, match="to be free for the watcher"):
+            mesh.start()

@@ -1,0 +1,216 @@
+"""Watchers of one node: the end of a program, bad input, and requests of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcstrat.elastic.watching.watch_command import watch
+from hpcstrat.elastic.watching.watch_secret import run_name, shared_secret
+from hpcstrat.elastic.watching.watcher import STATUSES
+from hpcstrat.testing import launch_command
+from hpcstrat.testing.launcher import clean_environment
+
+HPCSTRAT = str(Path(sys.executable).with_name("hpcstrat"))
+_SECONDS = 60
+
+open_mpi = pytest.mark.skipif(
+    "--oversubscribe" not in launch_command(1),
+    reason="the options of mpirun are those of Open MPI",
+)
+
+
+def _environment() -> dict[str, str]:
+    env = clean_environment()
+    path = f"{Path(sys.executable).parent}:{env['PATH']}"
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return {**env, **root, "PATH": path}
+
+
+@contextlib.contextmanager
+def watched(
+    folder: Path, program: str, *options: str, job: str = "test"
+) -> Iterator[subprocess.Popen[str]]:
+    """Yield a watcher of this machine only, which runs a program of Python."""
+    name = socket.gethostname()
+    words = [HPCSTRAT, "watch", "--nodes", name, "--job", job, "--folder", str(folder)]
+    launcher = ["--launcher", "mpirun", *options]
+    with subprocess.Popen(
+        [*words, *launcher, "--", sys.executable, "-c", program],
+        env=_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as watcher:
+        try:
+            yield watcher
+        finally:
+            watcher.kill()
+
+
+def result(folder: Path, program: str, *options: str) -> tuple[int, str]:
+    """Return exit status and log of a watcher."""
+    with watched(folder, program, *options) as watcher:
+        said = watcher.communicate(timeout=_SECONDS)[1]
+        assert not list(Path("/dev/shm").glob(f"*{_run(folder)}*"))
+        return watcher.returncode, said
+
+
+def _run(folder: Path) -> str:
+    return run_name(shared_secret(folder / "watch"))
+
+
+def wait_for(path: Path) -> str:
+    """Return the text of a file as soon as it has some."""
+    until = time.monotonic() + _SECONDS
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return path.read_text()
+
+
+@open_mpi
+def test_a_program_that_ends_is_complete(tmp_path: Path) -> None:
+    status, said = result(tmp_path, "pass", "--ranks-per-node", "2")
+    assert status == STATUSES["complete"], said
+    assert json.loads((tmp_path / "done").read_text())["generation"] == 1
+    # A run after the marker has nothing to do.
+    status, said = result(tmp_path, "raise SystemExit(1)")
+    assert status == STATUSES["complete"], said
+    assert not (tmp_path / "watch/gen-2").exists()
+
+
+@open_mpi
+def test_a_program_that_fails_each_time_is_given_up(tmp_path: Path) -> None:
+    status, said = result(tmp_path, "raise SystemExit(3)", "--most-failures", "2")
+    assert status == STATUSES["no_progress"], said
+    assert "found 2 starts in a row without it" in said
+    assert "generation 1 ended with status 3" in said
+    assert not (tmp_path / "done").exists()
+    assert not (tmp_path / "watch/gen-3").exists()
+
+
+@open_mpi
+def test_progress_and_checkpoints_allow_further_starts(tmp_path: Path) -> None:
+    program = (
+        "import os, pathlib, hpcstrat.elastic as e\n"
+        "n = int(os.environ['HPCSTRAT_WATCH_GENERATION'])\n"
+        "if n == 1: e.report_progress(10)\n"
+        f"elif n == 2: pathlib.Path({str(tmp_path)!r}, 'a.h5').touch()\n"
+        "raise SystemExit(1)"
+    )
+    status, said = result(tmp_path, program, "--most-failures", "1")
+    assert status == STATUSES["no_progress"], said
+    assert "generation 3 ended" in said
+    assert not (tmp_path / "watch/gen-4").exists()
+
+
+@open_mpi
+def test_a_killed_rank_is_no_success(tmp_path: Path) -> None:
+    program = (
+        "import os, signal\n"
+        "if os.environ['HPCSTRAT_WATCH_GENERATION'] == '1':\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    status, said = result(tmp_path, program)
+    assert status == STATUSES["complete"], said
+    assert "generation 1 ended with status 137" in said
+    assert json.loads((tmp_path / "done").read_text())["generation"] == 2
+
+
+@open_mpi
+def test_a_program_that_has_saved_is_not_started_again(tmp_path: Path) -> None:
+    status, said = result(tmp_path, "raise SystemExit(42)")
+    assert status == STATUSES["saved"], said
+    assert not (tmp_path / "watch/gen-2").exists()
+
+
+@open_mpi
+def test_ranks_have_their_nodes_folder_and_start_programs_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = (
+        "import os, stat\n"
+        "from hpcstrat.elastic.watching.reports import start_beside_ranks\n"
+        "memory = os.environ['HPCSTRAT_WATCH_MEMORY']\n"
+        "assert stat.S_IMODE(os.stat(memory).st_mode) == 0o700\n"
+        "folder = os.path.dirname(os.environ['HPCSTRAT_WATCH_SOCKET'])\n"
+        "assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700\n"
+        "assert os.path.exists(os.environ['HPCSTRAT_WATCH_FOLDER'] + '/gen-1')\n"
+        "assert int(os.environ['HPCSTRAT_WATCH_RUN'], 16)\n"
+        # It outlives the ranks, and the watcher waits for it.
+        "line = f'sleep 0.5; nice >late; echo $PPID {os.getppid()} >>late'\n"
+        "assert start_beside_ranks(['sh', '-c', line]) > 0"
+    )
+    monkeypatch.chdir(tmp_path)
+    status, said = result(tmp_path, program)
+    assert status == STATUSES["complete"], said
+    nice, parents = (tmp_path / "late").read_text().splitlines()
+    assert nice == "19"
+    assert len(set(parents.split())) == 2
+
+
+def test_the_command_refuses_bad_input(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", _environment()["PATH"])
+    name = socket.gethostname()
+
+    def said(*words: str) -> str:
+        assert watch(words) == 2
+        return capsys.readouterr().err
+
+    folder = ["--folder", str(tmp_path)]
+    assert "expected a program" in said(*folder)
+    assert "expected the folder of the run" in said("--", "true")
+    program = ["--", "true"]
+    assert "expected the nodes of a job" in said(*folder, *program)
+    nodes = ["--nodes", f"{name},{name}.other"]
+    assert "use --job with a name" in said(*folder, *nodes, *program)
+    assert "--least 1, --use 3 and 2 nodes" in said(
+        *folder, *nodes, "--use", "3", "--least", "1", *program
+    )
+    assert "expected this node to be one of" in said(
+        *folder, "--nodes", "elsewhere", *program
+    )
+    nodes = ["--nodes", name, "--job", "7", "--launcher", "mpirun"]
+    assert "Not a directory" in said("--folder", "/dev/null", *nodes, *program)
+    secret = tmp_path / "watch/secret"
+    secret.parent.mkdir(0o700)
+    secret.write_text("x" * 64)
+    secret.chmod(0o644)
+    assert "found mode 644" in said(*folder, *nodes, *program)
+
+
+def test_a_watcher_loads_neither_numpy_nor_mpi() -> None:
+    """Under srun, too, whose variables would make it a rank."""
+    program = (
+        "import sys\n"
+        "sys.argv = ['/somewhere/hpcstrat', 'watch']\n"
+        "from hpcstrat.cli import start\n"
+        "import hpcstrat.elastic.watching.watch_command\n"
+        "assert start() == 2\n"
+        "print(*sys.modules)"
+    )
+    env = {**_environment(), "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+    )
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert not loaded & {"numpy", "mpi4py", "h5py", "click", "rich"}
+    assert "hpcstrat.safety" not in done.stdout.split()
