@@ -16,6 +16,8 @@ import signal
 import socket
 import sys
 
+FOLDERS = "/dev/shm/hpcstrat-watch-"
+
 _PR_SET_PDEATHSIG = 1
 _SECONDS = 20.0
 _SIGNALS = (
@@ -30,7 +32,7 @@ def node_folder(run: str, node: str) -> str:
     number = 2166136261
     for byte in node.encode():
         number = (number ^ byte) * 16777619 & 0xFFFFFFFF
-    return f"/dev/shm/hpcstrat-watch-{os.geteuid()}-{run}-{number:08x}"
+    return f"{FOLDERS}{os.geteuid()}-{run}-{number:08x}"
 
 
 def node_variables(run: str, node: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hpcstrat.elastic.watching.child_start import node_folder
+from hpcstrat.elastic.watching.child_start import FOLDERS, node_folder
 from hpcstrat.elastic.watching.watch_messages import (
     FROM_RANK,
     LineBuffer,
@@ -39,7 +39,7 @@ class NodeFolder:
 
     def __init__(self, run: str, node: str) -> None:
         self.path = Path(node_folder(run, node))
-        for path in self.path.parent.glob(f"hpcstrat-watch-{os.geteuid()}-*"):
+        for path in Path("/").glob(f"{FOLDERS[1:]}{os.geteuid()}-*"):
             if path.stat().st_uid == os.geteuid() and self._lock(path) is not None:
                 shutil.rmtree(path, ignore_errors=True)
         self.path.mkdir(mode=0o700, exist_ok=True)

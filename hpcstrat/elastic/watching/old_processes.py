@@ -8,13 +8,13 @@ import signal
 import time
 from collections.abc import Iterator
 
-__all__ = ["end_generations_before"]
+__all__ = ["end_generations_before", "generations"]
 
 _LIMIT_SECONDS = 10.0
 _NAP_SECONDS = 0.01
 
 
-def _generations(run: str) -> Iterator[tuple[int, int]]:
+def generations(run: str) -> Iterator[tuple[int, int]]:
     """Yield process id and generation of each process of a run on this node."""
     # Test hosts of one machine share /proc, but not the network.
     network = os.readlink("/proc/self/ns/net")
@@ -48,7 +48,7 @@ def end_generations_before(run: str, number: int) -> int:
     """
     end = time.monotonic() + _LIMIT_SECONDS
     while True:
-        old = [pid for pid, own in _generations(run) if own < number]
+        old = [pid for pid, own in generations(run) if own < number]
         old = [pid for pid in old if not _is_dead(pid)]
         if not old or time.monotonic() > end:
             return len(old)

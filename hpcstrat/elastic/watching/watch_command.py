@@ -16,8 +16,9 @@ from pathlib import Path
 from hpcstrat.elastic.watching.allocation_end import job_name
 from hpcstrat.elastic.watching.mesh import Identity
 from hpcstrat.elastic.watching.run_launch import Launch, choose_launcher
+from hpcstrat.elastic.watching.run_state import WatchOptions
 from hpcstrat.elastic.watching.watch_secret import SecretError, shared_secret
-from hpcstrat.elastic.watching.watcher import Watcher, WatchOptions
+from hpcstrat.elastic.watching.watcher import Watcher
 
 __all__ = ["watch"]
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hpcstrat.tools.chaos import disturbing as library
+from hpcstrat.tools.chaos.watched_runs import lose
 from hpcstrat.tools.terminal import UncutGroup
 
 __all__ = ["chaos"]
@@ -155,6 +156,22 @@ def chaos_run(
     done = _disturb(console, job, acts, strength)
     console.print(f"{done} of {count} done")
     raise SystemExit(int(done < count))
+
+
+@chaos.command("lose")
+@click.option("--run", help="Name of the watched run; default: the only one here.")
+@click.argument("part", type=click.Choice(["node", "launcher"]))
+def chaos_lose(run: str | None, part: str) -> None:
+    """Kill what a watched run has on this machine: all of it, or its launcher.
+
+    For the watchers, "node" is the loss of this node. The exit status is 1 if there is
+    no such run or launcher here.
+    """
+    try:
+        name = lose(part, run)
+    except library.NoSuchRankError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"run {name} has lost its {part} on this machine")
 
 
 def _disturb(console: Console, job: Any, acts: Any, strength: Any) -> int:

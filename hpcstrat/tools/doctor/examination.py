@@ -23,6 +23,7 @@ from hpcstrat.engine.topology.bindings import CoreMasks, crowded_ranks, own_mask
 from hpcstrat.engine.topology.mpi_settings import doubtful_settings
 from hpcstrat.engine.topology.mpi_wheels import second_library
 from hpcstrat.tools.doctor.findings import Findings, names, rank_words
+from hpcstrat.tools.doctor.node_losses import node_loss_words
 
 __all__ = [
     "RankFacts",
@@ -138,6 +139,8 @@ def look() -> Findings:
     # Import h5py in a child process, because h5py loads HDF5, and maybe an MPI library.
     version, trouble = _child(["-c", _HDF5])
     found.software.append(("HDF5", version or "not usable"))
+    if words := node_loss_words():
+        found.software.append(("loss of a node", words))
     if trouble:
         found.problem(
             "hdf5",
