@@ -11,6 +11,7 @@ from rich.table import Table
 
 import hpcstrat
 from hpcstrat.cluster_resolver import launch_from_environment
+from hpcstrat.elastic.watching import watch_command
 from hpcstrat.tools.bench.commands import bench
 from hpcstrat.tools.chaos.commands import chaos
 from hpcstrat.tools.checkpoints.commands import ckpt
@@ -42,6 +43,17 @@ main.add_command(jobs)
 main.add_command(timeline)
 main.add_command(torch)
 main.add_command(verify_bits)
+
+
+@main.command(context_settings={"ignore_unknown_options": True})
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def watch(words: tuple[str, ...]) -> None:
+    """Start a program again after the loss of a node, a launcher or a rank.
+
+    Start this command once on each node of a job, as jobs/survive.sbatch does. Its
+    options are shown by the command itself: hpcstrat watch -h.
+    """
+    raise SystemExit(watch_command.watch(words))
 
 
 @main.command()

@@ -9,6 +9,7 @@ of mpirun or a program beside the ranks.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -88,9 +89,13 @@ def _run_rank(words: list[str]) -> int:
         _end_with(own)
         _execute(words)
     status = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
-    status = status if status >= 0 else 128 - status
-    _ask_watcher("rank_end", status=status)
-    return status
+    _ask_watcher("rank_end", status=status if status >= 0 else 128 - status)
+    if status < 0:
+        # The launcher sees the signal that has ended the rank.
+        with contextlib.suppress(OSError):
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(own, -status)
+    return abs(status)
 
 
 def _end_with(parent: int) -> None:

@@ -24,7 +24,7 @@ _SAVED_STATUS = 42
 
 
 @dataclass
-class _Start:
+class _LedStart:
     """A start of the program, from its claim to the end of its launcher.
 
     ``until`` is the limit of what it waits for; ``reached`` is the progress before it.
@@ -59,7 +59,7 @@ class Leader:
         self._state, self._mesh, self._programs = state, mesh, programs
         self._variables = variables
         self._launch = state.options.launch
-        self._start: _Start | None = None
+        self._start: _LedStart | None = None
         self._hold_until = 0.0
 
     def __repr__(self) -> str:
@@ -125,7 +125,7 @@ class Leader:
         elif not start.is_started:
             self._start_when_clean(start, now)
 
-    def _judge(self, start: _Start, status: int, now: float) -> None:
+    def _judge(self, start: _LedStart, status: int, now: float) -> None:
         """Decide whether an ended start has completed the program.
 
         mpirun has status 0 even after the loss of a node: the ranks' statuses decide.
@@ -146,7 +146,7 @@ class Leader:
         elif not is_over:
             self._count_failure(start, status)
 
-    def _count_failure(self, start: _Start, status: int) -> None:
+    def _count_failure(self, start: _LedStart, status: int) -> None:
         state, name = self._state, start.failed_on
         pairs = zip(state.reached(), start.reached, strict=True)
         has_progress = any(now > then for now, then in pairs)
@@ -164,7 +164,7 @@ class Leader:
             state.log("srun has started no rank; mpirun is tried next")
             self._launch = replace(self._launch, launcher="mpirun", options=())
 
-    def _start_when_clean(self, start: _Start, now: float) -> None:
+    def _start_when_clean(self, start: _LedStart, now: float) -> None:
         state, current = self._state, self._state.generation
         dirty = {*current.members} - {state.node} - {*state.lost} - start.cleaned
         if dirty and now > start.until:
@@ -205,7 +205,7 @@ class Leader:
         is_new = older is not None and older.job != claim.job
         not_before = now + 2 * options.silent_seconds * is_new
         until = not_before + _CLEAN_SECONDS
-        self._start = _Start(claim.number, until, not_before, state.reached())
+        self._start = _LedStart(claim.number, until, not_before, state.reached())
         told = asdict(claim)
         told.pop("job")
         self._mesh.send(list(state.present), "generation", **told)

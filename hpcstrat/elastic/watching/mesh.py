@@ -51,7 +51,7 @@ class Identity:
 
 
 @dataclass(eq=False)
-class _Connection:
+class _PeerConnection:
     """A connection; ``expects`` is the kind of the next greeting, empty after them."""
 
     socket: socket.socket
@@ -84,9 +84,9 @@ class Mesh:
         self._identity, self._deliver = identity, deliver
         self._addresses, self._silent_seconds = addresses, silent_seconds
         self._selector = selectors.DefaultSelector()
-        self._open: dict[str, _Connection] = {}
+        self._open: dict[str, _PeerConnection] = {}
         self._lost: set[str] = set()
-        self._greeting: set[_Connection] = set()
+        self._greeting: set[_PeerConnection] = set()
         self._requests: collections.deque[Callable[[], None]] = collections.deque()
         self._wakeup, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         # A connection is made by the node that comes later in the list.
@@ -200,13 +200,13 @@ class Mesh:
             self._forget(connection)
         self._deliver("lost", name, why)
 
-    def _forget(self, connection: _Connection) -> None:
+    def _forget(self, connection: _PeerConnection) -> None:
         self._greeting.discard(connection)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.socket)
         connection.socket.close()
 
-    def _end(self, connection: _Connection, why: str) -> None:
+    def _end(self, connection: _PeerConnection, why: str) -> None:
         if self._open.get(connection.name) is connection:
             self._lose(connection.name, why)
         else:
@@ -216,7 +216,7 @@ class Mesh:
         for name in names:
             self._send(self._open.get(name), data)
 
-    def _send(self, connection: _Connection | None, data: bytes) -> None:
+    def _send(self, connection: _PeerConnection | None, data: bytes) -> None:
         if connection is None:
             return
         data = connection.unsent + data
@@ -242,10 +242,10 @@ class Mesh:
             )
             self._send(connection, challenge)
 
-    def _add(self, stream: socket.socket, expects: str) -> _Connection:
+    def _add(self, stream: socket.socket, expects: str) -> _PeerConnection:
         stream.setblocking(False)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = _Connection(stream, expects)
+        connection = _PeerConnection(stream, expects)
         self._greeting.add(connection)
         self._selector.register(stream, selectors.EVENT_READ, connection)
         return connection
@@ -267,7 +267,7 @@ class Mesh:
                     continue
             self._add(stream, "challenge").name = name
 
-    def _receive(self, connection: _Connection) -> None:
+    def _receive(self, connection: _PeerConnection) -> None:
         try:
             data = connection.socket.recv(1 << 16)
         except BlockingIOError:
@@ -289,7 +289,7 @@ class Mesh:
         except MalformedMessageError as error:
             self._refuse(connection, str(error))
 
-    def _take(self, connection: _Connection, message: dict[str, Any]) -> None:
+    def _take(self, connection: _PeerConnection, message: dict[str, Any]) -> None:
         kind = check_message(message, FROM_PEER)
         if self._open.get(connection.name) is not connection or kind == "alive":
             return
@@ -298,14 +298,16 @@ class Mesh:
         else:
             self._deliver("message", connection.name, message)
 
-    def _take_command(self, connection: _Connection, message: dict[str, Any]) -> None:
+    def _take_command(
+        self, connection: _PeerConnection, message: dict[str, Any]
+    ) -> None:
         check_message(message, FROM_AGENT)
         self._greeting.discard(connection)
         self._selector.unregister(connection.socket)
         connection.socket.setblocking(True)
         self._deliver("command", message, connection.socket)
 
-    def _refuse(self, connection: _Connection, reason: str) -> None:
+    def _refuse(self, connection: _PeerConnection, reason: str) -> None:
         who = connection.name
         if not who:
             with contextlib.suppress(OSError, IndexError):
@@ -315,7 +317,7 @@ class Mesh:
             self._send(connection, encode("refused", reason=reason[:200]))
         self._end(connection, "closed")
 
-    def _greet(self, connection: _Connection, message: dict[str, Any]) -> None:
+    def _greet(self, connection: _PeerConnection, message: dict[str, Any]) -> None:
         kind = check_message(message, GREETINGS)
         if kind == "refused":
             raise MalformedMessageError(message["reason"])
@@ -341,7 +343,9 @@ class Mesh:
         else:
             self._examine_hello(connection, message)
 
-    def _examine_hello(self, connection: _Connection, hello: dict[str, Any]) -> None:
+    def _examine_hello(
+        self, connection: _PeerConnection, hello: dict[str, Any]
+    ) -> None:
         own = self._identity
         connection.nonces = (connection.nonces[0], hello["nonce"])
         if hello["version"] != own.version:
@@ -377,7 +381,7 @@ class Mesh:
         else:
             connection.expects = ""
 
-    def _establish(self, connection: _Connection) -> None:
+    def _establish(self, connection: _PeerConnection) -> None:
         connection.expects = ""
         self._greeting.discard(connection)
         self._to_call.pop(connection.name, None)

@@ -13,13 +13,13 @@ from pathlib import Path
 from hpcstrat.elastic.watching import child_start
 from hpcstrat.elastic.watching.launch_agent import AGENT
 
-__all__ = ["Launch", "child_words", "choose_launcher", "environment_without_step"]
+__all__ = ["RunLaunch", "child_words", "choose_launcher", "environment_without_step"]
 
 _START = [sys.executable, "-I", "-S", child_start.__file__]
 
 
 @dataclass(frozen=True)
-class Launch:
+class RunLaunch:
     """The start of a program: its launcher, the launcher's own options, its ranks.
 
     ``ranks`` is the number of ranks in all, whatever the number of nodes.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpcstrat.elastic.watching import claims
 from hpcstrat.elastic.watching.claims import Generation
-from hpcstrat.elastic.watching.run_launch import Launch
+from hpcstrat.elastic.watching.run_launch import RunLaunch
 
 __all__ = ["RunState", "WatchOptions"]
 
@@ -30,7 +30,7 @@ class WatchOptions:
 
     folder: Path
     marker: Path
-    launch: Launch
+    launch: RunLaunch
     use: int
     least: int
     most_failures: int = 3

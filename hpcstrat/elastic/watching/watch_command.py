@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hpcstrat.elastic.watching.allocation_end import job_name
 from hpcstrat.elastic.watching.mesh import Identity
-from hpcstrat.elastic.watching.run_launch import Launch, choose_launcher
+from hpcstrat.elastic.watching.run_launch import RunLaunch, choose_launcher
 from hpcstrat.elastic.watching.run_state import WatchOptions
 from hpcstrat.elastic.watching.watch_secret import SecretError, shared_secret
 from hpcstrat.elastic.watching.watcher import Watcher
@@ -153,7 +153,7 @@ def _prepare(argv: Sequence[str]) -> Watcher:
     each = told.ranks_per_node or _tasks_per_node()
     options = tuple(shlex.split(told.launch_options))
     launcher = told.launcher or choose_launcher()
-    launch = Launch(launcher, options, each * use, tuple(program))
+    launch = RunLaunch(launcher, options, each * use, tuple(program))
     if shutil.which(launcher) is None:
         raise WatchError(
             f"expected the launcher {launcher}, found none; put it into the PATH"
