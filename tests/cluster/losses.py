@@ -1,6 +1,6 @@
 """Random losses of ranks, launchers and nodes of watched runs; run this by hand.
 
-``python -m tests.cluster.losses --losses 100 --seed 1 [--folder FOLDER]``. Each episode
+``python -m tests.cluster.losses --losses 100 --seed 1 [--slurm]``. Each episode
 has fresh hosts and a fresh run, and several losses. After each loss, some generation
 must make a step; at the end, every restored array was right, no generation has made a
 step after a newer one, each generation was claimed once, and no process is left.
@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.hosts import Hosts
-from tests.cluster.watched import WatchedRun
+from tests.cluster.slurm import Slurm
+from tests.cluster.watched import SlurmRun, WatchedRun
 
 NUM_HOSTS = 6
 # Losses that take a node away, and how many nodes they take.
@@ -43,12 +44,19 @@ KINDS = ("rank", "all ranks", "launcher", "ranks while starting", *TAKEN)
 class Episode:
     """Some losses of one run."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, *, slurm: bool) -> None:
         self.random = random.Random(seed)
-        self.hosts = Hosts(NUM_HOSTS)
-        each = str(self.random.choice((1, 2)))
-        options = ("--least", "1", "--most-failures", "10", "--ranks-per-node", each)
-        self.run = WatchedRun(self.hosts, folder, *options, use=2)
+        each = self.random.choice((1, 2))
+        self.run: WatchedRun | SlurmRun
+        if slurm:
+            cluster = Slurm(NUM_HOSTS)
+            self.hosts: Hosts = cluster
+            size = {"spare": NUM_HOSTS - 2, "ntasks_per_node": each, "LEAST_NODES": 1}
+            self.run = SlurmRun(cluster, folder, **size)
+        else:
+            self.hosts = Hosts(NUM_HOSTS)
+            options = ("--least", "1", "--ranks-per-node", str(each))
+            self.run = WatchedRun(self.hosts, folder, *options, use=2)
         self.gone: list[str] = []
         self.stopped: list[tuple[str, str]] = []
 
@@ -142,12 +150,17 @@ class Episode:
         self.bring_back()
         time.sleep(3)
         problems = self.run.problems()
-        (self.run.folder / "done").touch()
+        (self.run.watch_folder.parent / "done").touch()
         self.kill(*self.run.ranks())
         with contextlib.suppress(AssertionError):
-            self.run.wait(lambda: not self.hosts.processes(), 30)
-        left = self.hosts.processes()
+            self.run.wait(lambda: not self.left(), 30)
+        left = self.left()
         return [*problems, *(f"left: {pid} {words}" for pid, words in left.items())]
+
+    def left(self) -> dict[int, str]:
+        """Return the processes that are left, without the daemons of Slurm."""
+        found = self.hosts.processes().items()
+        return {pid: words for pid, words in found if "slurmd -D" not in words}
 
 
 def main() -> None:
@@ -157,6 +170,7 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--slurm", action="store_true", help="under the tests' Slurm")
     told = parser.parse_args()
     folder = told.folder or Path(tempfile.mkdtemp(prefix="losses-"))
     seconds: dict[str, list[float]] = defaultdict(list)
@@ -165,7 +179,7 @@ def main() -> None:
     while done < told.losses:
         number += 1
         seed = told.seed * 1000 + number
-        episode = Episode(folder / f"episode-{seed}", seed)
+        episode = Episode(folder / f"episode-{seed}", seed, slurm=told.slurm)
         try:
             episode.run.wait(lambda e=episode: e.run.first_step_after(0))
             for _ in range(told.each):

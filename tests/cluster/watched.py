@@ -17,49 +17,26 @@ from typing import Any
 from hpcstrat.testing.launcher import clean_environment
 from tests.cluster import survivor
 from tests.cluster.hosts import Hosts
+from tests.cluster.slurm import Slurm
 
 HPCSTRAT = str(Path(sys.executable).with_name("hpcstrat"))
 
 
-class WatchedRun:
-    """A run of the survivor program under watchers, one on each of some hosts."""
+class SurvivorRun:
+    """What is known of a run of the survivor program on pretend hosts.
 
-    def __init__(
-        self,
-        hosts: Hosts,
-        folder: Path,
-        *options: str,
-        use: int = 2,
-        steps: int = 1_000_000,
-        nap: float = 0.005,
-        nodes: Sequence[str] = (),
-    ) -> None:
-        self.hosts, self.folder, self.steps = hosts, folder, steps
-        folder.mkdir(parents=True, exist_ok=True)
-        self.nodes = nodes or [f"node{i + 1}" for i in range(hosts.num_hosts)]
-        env = {
-            **clean_environment(),
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "OMPI_MCA_mpi_yield_when_idle": "1",
-            "OMPI_MCA_coll": "^han",
-            "PRTE_MCA_hwloc_default_binding_policy": "none",
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "RUN_FOLDER": str(folder),
-        }
-        program = [sys.executable, survivor.__file__, str(folder), str(steps), str(nap)]
-        words = ["--nodes", ",".join(self.nodes), "--use", str(use), *options, "--"]
-        self.watchers = {}
-        for node in self.nodes:
-            command = [str(hosts.folder / "hx"), node, HPCSTRAT, "watch"]
-            command += ["--job", f"test of {self.nodes[0]}", *words, *program]
-            with (folder / f"errors-{node}").open("wb") as errors:
-                self.watchers[node] = subprocess.Popen(command, env=env, stderr=errors)
+    ``folder`` has the ranks' files, ``watch_folder`` those of the watchers.
+    """
+
+    hosts: Hosts
+    folder: Path
+    watch_folder: Path
+    steps: int
 
     def claims(self) -> list[dict[str, Any]]:
         """Return the claims so far, in order."""
         found = []
-        for path in (self.folder / "watch").glob("gen-*"):
+        for path in self.watch_folder.glob("gen-*"):
             with contextlib.suppress(ValueError):
                 found.append(json.loads(path.read_text()))
         return sorted(found, key=lambda claim: claim["number"])
@@ -92,12 +69,10 @@ class WatchedRun:
 
     def logs(self) -> str:
         """Return the end of all watchers' logs, and of the output."""
-        paths = sorted((self.folder / "watch").glob("log-*"))
+        paths = sorted(self.watch_folder.glob("log-*"))
         lines = [line for path in paths for line in path.read_text().splitlines()]
         errors = [p.read_text()[-500:] for p in self.folder.glob("errors-*")]
-        output = [
-            p.read_text()[-1500:] for p in (self.folder / "watch").glob("output-*")
-        ]
+        output = [p.read_text()[-1500:] for p in self.watch_folder.glob("output-*")]
         return "\n".join([*sorted(lines), *output, *errors])
 
     def ranks(self) -> dict[int, str]:
@@ -145,7 +120,44 @@ class WatchedRun:
         """Fail unless the result is that of an undisturbed run."""
         right = zlib.crc32(survivor.state_after(self.steps).tobytes())
         assert (self.folder / "result").read_text() == str(right)
-        assert (self.folder / "done").exists()
+        assert (self.watch_folder.parent / "done").exists()
+
+
+class WatchedRun(SurvivorRun):
+    """A run of the survivor program under watchers, one on each of some hosts."""
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        folder: Path,
+        *options: str,
+        use: int = 2,
+        steps: int = 1_000_000,
+        nap: float = 0.005,
+        nodes: Sequence[str] = (),
+    ) -> None:
+        self.hosts, self.folder, self.steps = hosts, folder, steps
+        folder.mkdir(parents=True, exist_ok=True)
+        self.watch_folder = folder / "watch"
+        self.nodes = nodes or [f"node{i + 1}" for i in range(hosts.num_hosts)]
+        env = {
+            **clean_environment(),
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+            "OMPI_MCA_coll": "^han",
+            "PRTE_MCA_hwloc_default_binding_policy": "none",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "RUN_FOLDER": str(folder),
+        }
+        program = [sys.executable, survivor.__file__, str(folder), str(steps), str(nap)]
+        words = ["--nodes", ",".join(self.nodes), "--use", str(use), *options, "--"]
+        self.watchers = {}
+        for node in self.nodes:
+            command = [str(hosts.folder / "hx"), node, HPCSTRAT, "watch"]
+            command += ["--job", f"test of {self.nodes[0]}", *words, *program]
+            with (folder / f"errors-{node}").open("wb") as errors:
+                self.watchers[node] = subprocess.Popen(command, env=env, stderr=errors)
 
     def end(self) -> None:
         """End the watchers, and with them everything that they have started."""
@@ -154,3 +166,31 @@ class WatchedRun:
                 watcher.send_signal(signal.SIGKILL)
         for watcher in self.watchers.values():
             watcher.wait(20)
+
+
+class SlurmRun(SurvivorRun):
+    """A job of Slurm that runs the survivor program by ``jobs/survive.sbatch``."""
+
+    def __init__(
+        self,
+        slurm: Slurm,
+        folder: Path,
+        *,
+        spare: int,
+        steps: int = 1_000_000,
+        nap: float = 0.005,
+        **options: Any,
+    ) -> None:
+        self.hosts, self.folder, self.steps = slurm, folder / "ranks", steps
+        self.folder.mkdir(parents=True)
+        words = [survivor.__file__, str(self.folder), str(steps), str(nap)]
+        each = {"ntasks_per_node": 1, "nodes": slurm.num_hosts, "SPARE_NODES": spare}
+        self.job = slurm.submit(folder, "survive.sbatch", *words, **{**each, **options})
+        run = folder / f"runs/survive-{self.job.number}"
+        self.watch_folder = run / "watch"
+
+    def end(self) -> None:
+        """Cancel the job, if it runs."""
+        slurm = self.job.slurm
+        slurm.command("scancel", str(self.job.number))
+        self.job.wait_to_end()

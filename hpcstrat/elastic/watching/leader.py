@@ -44,7 +44,7 @@ class _LedStart:
 
 
 class Leader:
-    """Leads a run, by rules that the page "Lost nodes" has in words.
+    """Leads a run by the rules of the page "Continuing after the loss of a node".
 
     ``variables`` are the environment variables of the ranks.
     """

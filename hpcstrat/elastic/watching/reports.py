@@ -18,8 +18,15 @@ _last_report = [-_PAUSE_SECONDS]
 def report_progress(step: int) -> None:
     """Tell the watcher that the program has finished a step.
 
-    Not collective. Without progress, the watchers stop after some starts in a row. This
-    call sends at most one report per second, and never raises an error.
+    Not collective.
+
+    Without progress, the watchers of ``hpcstrat watch`` end after some starts in a row.
+    A call does nothing without a watcher, and sends at most one report per second.
+
+    Parameters
+    ----------
+    step : int
+        Number of the step, from 0. The largest step of all ranks counts.
     """
     path = os.environ.get("HPCSTRAT_WATCH_SOCKET")
     now = time.monotonic()

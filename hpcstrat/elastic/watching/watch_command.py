@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Watch the nodes of a job: start this command once on each node. "
         "After the loss of a node, a launcher or a rank, the watchers start the "
         "program again, on the nodes that are left.",
-        epilog="See the page Lost nodes of the guide, and jobs/survive.sbatch.",
+        epilog="See Continuing after the loss of a node in the guide.",
     )
     add = parser.add_argument
     add("--use", type=int, help="number of nodes that run ranks; default: all")

@@ -2,78 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hpcstrat.elastic.watching.watch_command import watch
-from hpcstrat.elastic.watching.watch_secret import run_name, shared_secret
 from hpcstrat.elastic.watching.watcher import STATUSES
-from hpcstrat.testing import launch_command
-from hpcstrat.testing.launcher import clean_environment
-
-HPCSTRAT = str(Path(sys.executable).with_name("hpcstrat"))
-_SECONDS = 60
-
-open_mpi = pytest.mark.skipif(
-    "--oversubscribe" not in launch_command(1),
-    reason="the options of mpirun are those of Open MPI",
+from tests.unit.elastic.watching.local_watcher import (
+    SECONDS,
+    environment,
+    open_mpi,
+    result,
 )
-
-
-def _environment() -> dict[str, str]:
-    env = clean_environment()
-    path = f"{Path(sys.executable).parent}:{env['PATH']}"
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return {**env, **root, "PATH": path}
-
-
-@contextlib.contextmanager
-def watched(
-    folder: Path, program: str, *options: str, job: str = "test"
-) -> Iterator[subprocess.Popen[str]]:
-    """Yield a watcher of this machine only, which runs a program of Python."""
-    name = socket.gethostname()
-    words = [HPCSTRAT, "watch", "--nodes", name, "--job", job, "--folder", str(folder)]
-    launcher = ["--launcher", "mpirun", *options]
-    with subprocess.Popen(
-        [*words, *launcher, "--", sys.executable, "-c", program],
-        env=_environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as watcher:
-        try:
-            yield watcher
-        finally:
-            watcher.kill()
-
-
-def result(folder: Path, program: str, *options: str) -> tuple[int, str]:
-    """Return exit status and log of a watcher."""
-    with watched(folder, program, *options) as watcher:
-        said = watcher.communicate(timeout=_SECONDS)[1]
-        assert not list(Path("/dev/shm").glob(f"*{_run(folder)}*"))
-        return watcher.returncode, said
-
-
-def _run(folder: Path) -> str:
-    return run_name(shared_secret(folder / "watch"))
-
-
-def wait_for(path: Path) -> str:
-    """Return the text of a file as soon as it has some."""
-    until = time.monotonic() + _SECONDS
-    while not path.exists() or not path.read_text():
-        assert time.monotonic() < until
-        time.sleep(0.02)
-    return path.read_text()
 
 
 @open_mpi
@@ -162,7 +106,7 @@ def test_the_command_refuses_bad_input(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("PATH", _environment()["PATH"])
+    monkeypatch.setenv("PATH", environment()["PATH"])
     name = socket.gethostname()
 
     def said(*words: str) -> str:
@@ -201,14 +145,14 @@ def test_a_watcher_loads_neither_numpy_nor_mpi() -> None:
         "assert start() == 2\n"
         "print(*sys.modules)"
     )
-    env = {**_environment(), "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "0"}
+    env = {**environment(), "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "0"}
     done = subprocess.run(
         [sys.executable, "-c", program],
         check=True,
         env=env,
         capture_output=True,
         text=True,
-        timeout=_SECONDS,
+        timeout=SECONDS,
     )
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     assert not loaded & {"numpy", "mpi4py", "h5py", "click", "rich"}
