@@ -6,8 +6,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from hpcstrat.testing import launch_command
 from tests.cluster.hosts import Hosts
-from tests.cluster.watched import WatchedRun
+from tests.cluster.slurm import Slurm
+from tests.cluster.watched import SlurmRun, WatchedRun
+
+pytestmark = pytest.mark.skipif(
+    "--oversubscribe" not in launch_command(1),
+    reason="the options of mpirun are those of Open MPI",
+)
 
 
 def test_the_run_goes_on_after_the_loss_of_the_leaders_node(
@@ -51,3 +60,70 @@ def test_a_newer_job_in_the_same_folder_ends_the_older_one(
             newer.end()
     finally:
         older.end()
+
+
+@pytest.mark.slow
+def test_a_job_of_slurm_goes_on_without_the_node_of_its_script(
+    make_slurm: Callable[[int], Slurm], tmp_path: Path
+) -> None:
+    run = SlurmRun(make_slurm(4), tmp_path / "run", spare=2, steps=400, nap=0.01)
+    try:
+        for lost in ("node1", "node2"):
+            run.wait(lambda: run.claims() and run.first_step_after(0))
+            moment = time.time()
+            run.hosts.switch_off(lost)
+            run.wait(lambda m=moment: run.first_step_after(m))
+        # Slurm has no status of a script that was on a lost node.
+        assert run.job.wait_to_end() == "CANCELLED", run.logs()
+        assert [claim["leader"] for claim in run.claims()] == [
+            "node1",
+            "node2",
+            "node3",
+        ]
+        assert run.problems() == []
+        run.check_result()
+    finally:
+        run.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["node1", "node2"])
+def test_a_job_of_slurm_with_too_few_nodes_is_requeued(
+    make_slurm: Callable[[int], Slurm], tmp_path: Path, lost: str
+) -> None:
+    slurm = make_slurm(3)
+    run = SlurmRun(slurm, tmp_path / "run", spare=0, steps=300, nap=0.01, nodes=2)
+    try:
+        run.wait(lambda: run.claims() and run.first_step_after(0))
+        slurm.switch_off(lost)
+        run.job.start_again(1)
+        assert run.job.wait_to_end() == "COMPLETED", run.logs()
+        assert [claim["job"][-4] for claim in run.claims()] == ["0", "1"]
+        assert run.problems() == []
+        run.check_result()
+    finally:
+        run.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["node1", "node2"])
+def test_the_restart_script_is_requeued_when_a_node_is_lost(
+    make_slurm: Callable[[int], Slurm], tmp_path: Path, lost: str
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, time\n"
+        "import hpcstrat as hs\n"
+        "strategy = hs.MultiWorkerMirroredStrategy()\n"
+        "hs.print_once('begins')\n"
+        "while not os.getenv('SLURM_RESTART_COUNT'):\n"
+        "    strategy.reduce('sum', 1.0)\n"
+        "    time.sleep(0.1)\n"
+    )
+    slurm = make_slurm(3)
+    size = {"nodes": 2, "ntasks_per_node": 1}
+    job = slurm.submit(tmp_path, "restart.sbatch", program, **size)
+    job.wait_for_text("begins")
+    slurm.switch_off(lost)
+    job.start_again(1)
+    assert job.wait_to_end() == "COMPLETED", job.output

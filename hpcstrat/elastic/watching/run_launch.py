@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcstrat._launchers import LAUNCHERS
 from hpcstrat.elastic.watching import child_start
 from hpcstrat.elastic.watching.launch_agent import AGENT
 
@@ -103,12 +104,14 @@ def environment_without_step(env: Mapping[str, str]) -> dict[str, str]:
 
     srun would take them as the options of the step that it is to start.
     """
+    [srun] = [launcher for launcher in LAUNCHERS if launcher.name == "srun"]
+    ranks = (srun.rank, *srun.local_rank)
     step = ("SLURM_STEP", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_TASKS_PER_NODE")
     others = ("SLURM_NNODES", "SLURM_NODELIST", "SLURM_DISTRIBUTION", "SLURM_CPU_BIND")
-    tasks = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_LAUNCH_NODE")
-    mpi = ("PMI", "SLURM_GTIDS", "SLURM_TASK_PID", "SLURM_MPI_TYPE", "SLURM_OVERCOMMIT")
+    tasks = ("SLURM_NODEID", "SLURM_LAUNCH_NODE", "SLURM_GTIDS", "SLURM_TASK_PID")
+    mpi = ("PMI", "SLURM_MPI_TYPE", "SLURM_OVERCOMMIT")
     return {
         name: value
         for name, value in env.items()
-        if not name.startswith((*step, *others, *tasks, *mpi))
+        if not name.startswith((*ranks, *step, *others, *tasks, *mpi))
     }

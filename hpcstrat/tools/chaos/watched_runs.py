@@ -9,14 +9,15 @@ import socket
 import struct
 from pathlib import Path
 
+from hpcstrat._launchers import LAUNCHER_PROGRAMS
 from hpcstrat.elastic.watching.child_start import FOLDERS
 from hpcstrat.elastic.watching.old_processes import end_generations_before, generations
+from hpcstrat.engine.topology.process_stat import PARENT, process_stat
 from hpcstrat.tools.chaos.processes import NoSuchRankError
 
 __all__ = ["find_watched_runs", "lose"]
 
 _EVER = 1 << 62
-_LAUNCHERS = ("mpirun", "mpiexec", "prterun", "srun", "mpiexec.hydra")
 
 
 def find_watched_runs() -> dict[str, int]:
@@ -38,8 +39,8 @@ def lose(part: str, run: str | None = None) -> str:
     """Kill the part of a watched run that is on this machine, as if it was lost.
 
     Not collective. ``part`` is ``node``, for the watcher and all that it has started,
-    or ``launcher``. Without ``run``, there must be one run only. Returns the name of
-    the run; raises NoSuchRankError if there is none.
+    or ``launcher``, or its daemon. Without ``run``, there must be one run only. Returns
+    the name of the run; raises NoSuchRankError if there is none.
     """
     runs = find_watched_runs()
     if run is None and len(runs) == 1:
@@ -54,7 +55,7 @@ def lose(part: str, run: str | None = None) -> str:
         os.kill(runs[run], signal.SIGKILL)
         end_generations_before(run, _EVER)
         return run
-    launchers = [pid for pid, _ in generations(run) if _name(pid) in _LAUNCHERS]
+    launchers = [pid for pid, _ in generations(run) if _is_launcher(pid, runs[run])]
     for pid in launchers:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -66,11 +67,10 @@ def lose(part: str, run: str | None = None) -> str:
     return run
 
 
-def _name(pid: int) -> str:
+def _is_launcher(pid: int, watcher: int) -> bool:
+    """Return whether the watcher has started a process as launcher, or its daemon."""
     try:
-        # The mpirun of a wheel is a program of Python.
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:2]
+        name, fields = process_stat(pid)
     except OSError:
-        return ""
-    names = [os.path.basename(os.fsdecode(word)) for word in words]
-    return next((name for name in names if name in _LAUNCHERS), "")
+        return False
+    return name in LAUNCHER_PROGRAMS and int(fields[PARENT]) == watcher
