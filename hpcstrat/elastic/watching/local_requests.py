@@ -9,6 +9,7 @@ import os
 import queue
 import shutil
 import socket
+import stat
 import struct
 import threading
 from collections.abc import Callable
@@ -40,7 +41,9 @@ class NodeFolder:
     def __init__(self, run: str, node: str) -> None:
         self.path = Path(node_folder(run, node))
         for path in Path("/").glob(f"{FOLDERS[1:]}{os.geteuid()}-*"):
-            if path.stat().st_uid == os.geteuid() and self._lock(path) is not None:
+            about = path.lstat()
+            is_own = stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid()
+            if is_own and self._lock(path) is not None:
                 shutil.rmtree(path, ignore_errors=True)
         self.path.mkdir(mode=0o700, exist_ok=True)
         if self._lock(self.path) is None:

@@ -59,6 +59,7 @@ class _PeerConnection:
     name: str = ""
     purpose: str = "peer"
     nonces: tuple[str, str] = ("", "")
+    began: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)
     unsent: bytes = b""
     lines: LineBuffer = field(default_factory=LineBuffer)
@@ -139,7 +140,8 @@ class Mesh:
             os.write(self._waker, b"x")
 
     def _log(self, text: str) -> None:
-        # A program that tries again and again fills no log.
+        # A stranger that tries again and again fills no log, and ends no line of it.
+        text = "".join(c if c.isprintable() else "?" for c in text)
         if text not in self._logged and len(self._logged) < 1000:
             self._logged.add(text)
             self._deliver("log", text)
@@ -184,7 +186,8 @@ class Mesh:
             if now - connection.heard > self._silent_seconds:
                 self._lose(name, "silent")
         for connection in list(self._greeting):
-            if now - connection.heard > _GREETING_SECONDS:
+            # A stranger that sends a byte now and then keeps no place.
+            if now - connection.began > _GREETING_SECONDS:
                 self._refuse(connection, "a greeting took too long")
 
     def _lose(self, name: str, why: str) -> None:

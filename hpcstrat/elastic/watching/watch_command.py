@@ -161,6 +161,12 @@ def _prepare(argv: Sequence[str]) -> Watcher:
     run_folder = told.folder.resolve()
     folder = run_folder / "watch"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    about = folder.stat()
+    if about.st_uid != os.geteuid() or about.st_mode & 0o022:
+        raise WatchError(
+            f"expected a folder {folder} that only you can write, found mode "
+            f"{about.st_mode & 0o777:o} of user {about.st_uid}; use another --folder"
+        )
     identity = Identity(shared_secret(folder), job, node)
     number = zlib.crc32(f"{folder} {job}".encode())
     port = told.port or _FIRST_PORT + number % _NUM_PORTS

@@ -178,6 +178,14 @@ def test_fuzzed_bytes_change_nothing() -> None:
         assert met.next("a", "message") == ("b", {"kind": "progress", "step": 1})
 
 
+def test_a_stranger_writes_no_lines_into_the_log() -> None:
+    with meeting("ab") as met:
+        met.start("a")
+        with met.connect("a") as stream:
+            stream.sendall(encode("refused", reason="x\nnode1: ends: complete\x1b[2J"))
+            assert met.next("a", "log")[0].endswith("x?node1: ends: complete?[2J")
+
+
 def test_a_malformed_message_of_a_watcher_is_its_loss() -> None:
     with meeting("ab") as met:
         met.start("a")

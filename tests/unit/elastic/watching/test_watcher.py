@@ -133,6 +133,8 @@ def test_the_command_refuses_bad_input(
     secret.write_text("x" * 64)
     secret.chmod(0o644)
     assert "found mode 644" in said(*folder, *nodes, *program)
+    secret.parent.chmod(0o770)
+    assert "that only you can write, found mode 770" in said(*folder, *nodes, *program)
 
 
 def test_a_watcher_loads_neither_numpy_nor_mpi() -> None:
