@@ -22,7 +22,7 @@ PREFIX = "HPCSTRAT_"
 """Prefix of the names of all environment variables of the library."""
 
 # Beginnings of the names of variables that are not settings: variables of the test
-# suite, of its stand-in for CuPy, of hpcstrat.testing, and of a node's watcher.
+# suite, of its stand-in for CuPy, of hpcstrat.testing, and of hpcstrat watch.
 _NOT_SETTINGS = (f"{PREFIX}TEST", f"{PREFIX}STANDIN", f"{PREFIX}WATCH_")
 
 _TRUE = ("1", "true", "yes", "on")

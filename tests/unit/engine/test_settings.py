@@ -13,6 +13,7 @@ def test_program_comes_before_environment_and_default() -> None:
         "HPCSTRAT_LIMIT_SECONDS": "90",
         "HPCSTRAT_WATCHDOG": "off",
         "HPCSTRAT_TEST_MARK": "of the tests",
+        "HPCSTRAT_WATCH_FOLDER": "of hpcstrat watch",
         "OTHER": "1",
     }
     settings = Settings(warn_seconds=2).resolved(environment)
