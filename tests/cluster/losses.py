@@ -1,6 +1,7 @@
 """Random losses of ranks, launchers and nodes of watched runs; run this by hand.
 
-``python -m tests.cluster.losses --losses 100 --seed 1 [--slurm]``. Each episode
+``python -m tests.cluster.losses --losses 100 --seed 1 [--slurm] [--kind torch]``: a
+program of MPI, or trainings that restore from the memory of nodes. Each episode
 has fresh hosts and a fresh run, and several losses. After each loss, some generation
 must make a step; at the end, every restored array was right, no generation has made a
 step after a newer one, each generation was claimed once, and no process is left.
@@ -18,9 +19,11 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.cluster import rememberer, survivor
 from tests.cluster.hosts import Hosts
 from tests.cluster.slurm import Slurm
 from tests.cluster.watched import SlurmRun, WatchedRun
@@ -44,7 +47,9 @@ KINDS = ("rank", "all ranks", "launcher", "ranks while starting", *TAKEN)
 class Episode:
     """Some losses of one run."""
 
-    def __init__(self, folder: Path, seed: int, *, slurm: bool) -> None:
+    def __init__(
+        self, folder: Path, seed: int, *, slurm: bool, program: Sequence[str]
+    ) -> None:
         self.random = random.Random(seed)
         each = self.random.choice((1, 2))
         self.run: WatchedRun | SlurmRun
@@ -52,11 +57,11 @@ class Episode:
             cluster = Slurm(NUM_HOSTS)
             self.hosts: Hosts = cluster
             size = {"spare": NUM_HOSTS - 2, "ntasks_per_node": each, "LEAST_NODES": 1}
-            self.run = SlurmRun(cluster, folder, **size)
+            self.run = SlurmRun(cluster, folder, program=program, **size)
         else:
             self.hosts = Hosts(NUM_HOSTS)
             options = ("--least", "1", "--ranks-per-node", str(each))
-            self.run = WatchedRun(self.hosts, folder, *options, use=2)
+            self.run = WatchedRun(self.hosts, folder, *options, use=2, program=program)
         self.gone: list[str] = []
         self.stopped: list[tuple[str, str]] = []
 
@@ -171,7 +176,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--slurm", action="store_true", help="under the tests' Slurm")
+    kinds = ("plain", "numpy", "torch", "jax")
+    parser.add_argument("--kind", choices=kinds, default="plain")
     told = parser.parse_args()
+    program = [survivor.__file__]
+    if told.kind != "plain":
+        program = [rememberer.__file__, told.kind]
     folder = told.folder or Path(tempfile.mkdtemp(prefix="losses-"))
     seconds: dict[str, list[float]] = defaultdict(list)
     problems: list[str] = []
@@ -179,7 +189,8 @@ def main() -> None:
     while done < told.losses:
         number += 1
         seed = told.seed * 1000 + number
-        episode = Episode(folder / f"episode-{seed}", seed, slurm=told.slurm)
+        place = folder / f"episode-{seed}"
+        episode = Episode(place, seed, slurm=told.slurm, program=program)
         try:
             episode.run.wait(lambda e=episode: e.run.first_step_after(0))
             for _ in range(told.each):

@@ -25,10 +25,12 @@ HPCSTRAT = str(Path(sys.executable).with_name("hpcstrat"))
 class SurvivorRun:
     """What is known of a run of the survivor program on pretend hosts.
 
-    ``folder`` has the ranks' files, ``watch_folder`` those of the watchers.
+    ``folder`` has the ranks' files, ``watch_folder`` those of the watchers. A run may
+    have another program that writes the same lines.
     """
 
     hosts: Hosts
+    program: str = survivor.__file__
     folder: Path
     watch_folder: Path
     steps: int
@@ -82,7 +84,7 @@ class SurvivorRun:
             pid: words
             for pid, words in processes.items()
             if words.startswith(sys.executable)
-            and survivor.__file__ in words
+            and self.program in words
             and " watch " not in words
             and "child_start" not in words
         }
@@ -135,8 +137,10 @@ class WatchedRun(SurvivorRun):
         steps: int = 1_000_000,
         nap: float = 0.005,
         nodes: Sequence[str] = (),
+        program: Sequence[str] = (survivor.__file__,),
     ) -> None:
         self.hosts, self.folder, self.steps = hosts, folder, steps
+        self.program, *more = program
         folder.mkdir(parents=True, exist_ok=True)
         self.watch_folder = folder / "watch"
         self.nodes = nodes or [f"node{i + 1}" for i in range(hosts.num_hosts)]
@@ -150,7 +154,8 @@ class WatchedRun(SurvivorRun):
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "RUN_FOLDER": str(folder),
         }
-        program = [sys.executable, survivor.__file__, str(folder), str(steps), str(nap)]
+        command = [self.program, str(folder), str(steps), str(nap), *more]
+        program = [sys.executable, *command]
         words = ["--nodes", ",".join(self.nodes), "--use", str(use), *options, "--"]
         self.watchers = {}
         for node in self.nodes:
@@ -179,11 +184,13 @@ class SlurmRun(SurvivorRun):
         spare: int,
         steps: int = 1_000_000,
         nap: float = 0.005,
+        program: Sequence[str] = (survivor.__file__,),
         **options: Any,
     ) -> None:
+        self.program, *more = program
         self.hosts, self.folder, self.steps = slurm, folder / "ranks", steps
         self.folder.mkdir(parents=True)
-        words = [survivor.__file__, str(self.folder), str(steps), str(nap)]
+        words = [self.program, str(self.folder), str(steps), str(nap), *more]
         each = {"ntasks_per_node": 1, "nodes": slurm.num_hosts, "SPARE_NODES": spare}
         self.job = slurm.submit(folder, "survive.sbatch", *words, **{**each, **options})
         run = folder / f"runs/survive-{self.job.number}"
