@@ -136,9 +136,9 @@ class Leader:
         is_clear = is_right or is_over or start.failed_on or status
         if not is_clear and now < start.until:
             return
-        self._start = None
         if is_right and not marker.exists():
             write_marker(marker, {"generation": start.number})
+        self._start = None
         if marker.exists():
             state.reason = "complete"
         elif start.has_saved or status == _SAVED_STATUS:

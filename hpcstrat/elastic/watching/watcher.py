@@ -109,9 +109,8 @@ class Watcher:
         self._state.log(f"watches, with {', '.join(self._state.nodes)}")
         while not self._state.reason:
             self._handle_events()
-            self._look_for_newer_claim()
             if not self._state.reason:
-                self._act()
+                self._look_and_act()
         self._finish()
         return STATUSES[self._state.reason]
 
@@ -248,21 +247,27 @@ class Watcher:
             # Slurm sends the signals of a job to the ranks' own step.
             self._programs.signal_ranks(number)
 
-    def _look_for_newer_claim(self) -> None:
-        """End this watcher if the run went on without this node."""
-        number = self._state.generation.number
+    def _look_and_act(self) -> None:
+        """Do what is to be done now, unless the run's folder is gone."""
+        state, folder = self._state, self._state.options.folder
+        number = state.generation.number
         try:
-            os.stat(self._state.options.folder)
+            os.stat(folder)
+            if number and (folder / f"gen-{number + 1}").exists():
+                # The run may have gone on without this node.
+                state.may_pass(claims.newest(folder))
+            if not state.reason:
+                self._act()
             self._is_folder_gone = False
-            if number and (self._state.options.folder / f"gen-{number + 1}").exists():
-                self._state.may_pass(claims.newest(self._state.options.folder))
         except OSError as error:
             if not self._is_folder_gone:
-                self._state.log(
-                    f"expected the run's folder {self._state.options.folder}, found "
-                    f"{error.strerror}; nothing is started until it is back"
+                state.log(
+                    f"expected the run's folder {folder}, found {error.strerror}; "
+                    "nothing is started until it is back"
                 )
             self._is_folder_gone = True
+            if self._is_stopping and not self._programs.has_ranks:
+                state.reason = "stopped"
 
     def _act(self) -> None:
         now = time.monotonic()
@@ -278,7 +283,7 @@ class Watcher:
                 self._mesh.drop(name)
         if self._is_stopping:
             self._leader.finish(now)
-        elif self._state.living()[0] == self._node and not self._is_folder_gone:
+        elif self._state.living()[0] == self._node:
             self._leader.lead(now)
 
     def _finish(self) -> None:

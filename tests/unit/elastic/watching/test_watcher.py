@@ -17,6 +17,8 @@ from tests.unit.elastic.watching.local_watcher import (
     environment,
     open_mpi,
     result,
+    wait_for,
+    watched,
 )
 
 
@@ -99,6 +101,31 @@ def test_ranks_have_their_nodes_folder_and_start_programs_beside_them(
     nice, parents = (tmp_path / "late").read_text().splitlines()
     assert nice == "19"
     assert len(set(parents.split())) == 2
+
+
+@open_mpi
+def test_a_folder_that_is_gone_for_some_time_is_waited_for(tmp_path: Path) -> None:
+    program = (
+        "import pathlib, time\n"
+        f"folder = pathlib.Path({str(tmp_path)!r})\n"
+        "(folder / 'begun').write_text('yes')\n"
+        "while not (folder / 'go').exists(): time.sleep(0.01)"
+    )
+    watch_folder, away = tmp_path / "watch", tmp_path / "away"
+    with watched(tmp_path, program) as watcher:
+        wait_for(tmp_path / "begun")
+        watch_folder.rename(away)
+        assert watcher.stderr is not None
+        for line in watcher.stderr:
+            if "expected the run's folder" in line:
+                break
+        # The end of the program is judged when the folder is back.
+        (tmp_path / "go").touch()
+        with pytest.raises(subprocess.TimeoutExpired):
+            watcher.wait(1)
+        away.rename(watch_folder)
+        assert watcher.wait(SECONDS) == STATUSES["complete"]
+    assert (tmp_path / "done").exists()
 
 
 def test_the_command_refuses_bad_input(
