@@ -169,7 +169,7 @@ def test_a_watcher_loads_neither_numpy_nor_mpi() -> None:
     program = (
         "import sys\n"
         "sys.argv = ['/somewhere/hpcstrat', 'watch']\n"
-        "from hpcstrat.cli import start\n"
+        "from hpcstrat.__main__ import start\n"
         "import hpcstrat.elastic.watching.watch_command\n"
         "assert start() == 2\n"
         "print(*sys.modules)"
