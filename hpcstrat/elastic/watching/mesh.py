@@ -154,7 +154,7 @@ class Mesh:
             self._deliver("failed", f"{type(error).__name__}: {error}")
 
     def _serve_until_closed(self) -> None:
-        next_beat = 0.0
+        next_beat, last = 0.0, time.monotonic()
         while not self._closing:
             for key, _ in self._selector.select(_RETRY_SECONDS):
                 if key.fileobj is self._listener:
@@ -165,7 +165,10 @@ class Mesh:
                     self._receive(key.data)
             while self._requests:
                 self._requests.popleft()()
-            now = time.monotonic()
+            now, before = time.monotonic(), last
+            last = now
+            if now - before > 2 * _BEAT_SECONDS:
+                self._allow_silence(now)
             if now >= next_beat:
                 next_beat = now + _BEAT_SECONDS
                 for connection in list(self._open.values()):
@@ -180,6 +183,15 @@ class Mesh:
                 connection.socket.sendall(connection.unsent)
             connection.socket.close()
         self._listener.close()
+
+    def _allow_silence(self, now: float) -> None:
+        """Give the others half of the time again.
+
+        This process was stopped, or had no core, and the others perhaps as well.
+        """
+        for connection in self._open.values():
+            again = now - self._silent_seconds / 2
+            connection.heard = max(connection.heard, again)
 
     def _look_for_silence(self, now: float) -> None:
         for name, connection in list(self._open.items()):
