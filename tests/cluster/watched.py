@@ -83,7 +83,7 @@ class SurvivorRun:
         return {
             pid: words
             for pid, words in processes.items()
-            if words.startswith(sys.executable)
+            if Path(words.split(" ")[0]).name.startswith("python")
             and self.program in words
             and " watch " not in words
             and "child_start" not in words
