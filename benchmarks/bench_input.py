@@ -7,7 +7,9 @@ Run it on a quiet machine with two cores, as root to measure cold files, too::
     mpirun -n 2 python benchmarks/bench_input.py --folder FOLDER --json FILE
 
 The first run writes the files: 1 GiB of rows of 4 KiB, contiguous; and 256 MiB of a
-smooth field in chunks of 64 rows, compressed by gzip with shuffling. Each alternative
+smooth field in chunks of 64 rows, compressed by gzip with shuffling, by zstd with
+shuffling, and by blosc, which shuffles by itself. ``--files zstd,blosc`` compares only
+the alternatives that read these files. Each alternative
 reads batches of 256 rows, and each rank reads its part of a batch: `hpcstrat.Dataset`,
 without and with prefetching; plain ``preadv`` of the same rows, merged into runs; h5py
 by hand; with one rank also torch's DataLoader over h5py with two workers, if it is
@@ -38,27 +40,39 @@ import hpcstrat as hs
 NUM_ROWS, WIDTH, BATCH = 1 << 18, 1024, 256
 PACKED_ROWS, CHUNK_ROWS = 1 << 16, 64
 ROW_BYTES = 4 * WIDTH
-# Rows per block, and number of mixed blocks; a block of the gzip file is a chunk.
-BLOCKS = {"contiguous": (16, 16), "gzip": (CHUNK_ROWS, 4)}
+# Rows per block, and number of mixed blocks; a block of a compressed file is a chunk.
+BLOCKS = {"contiguous": (16, 16)}
+PACKED_BLOCKS = CHUNK_ROWS, 4
 AHEAD = 4
 STEP_SECONDS = 5e-3
 
 
-def make_files(folder: Path) -> dict[str, Path]:
+def packings() -> dict[str, Any]:
+    """Return the options of the compressed files, by their names."""
+    import hdf5plugin
+
+    return {
+        "gzip": {"compression": "gzip", "shuffle": True},
+        "zstd": {"shuffle": True, **hdf5plugin.Zstd()},
+        "blosc": {**hdf5plugin.Blosc()},
+    }
+
+
+def make_files(folder: Path, names: list[str]) -> dict[str, Path]:
     """Write the data files that are missing; return the paths of all."""
-    paths = {name: folder / f"{name}.h5" for name in ("contiguous", "gzip")}
+    paths = {name: folder / f"{name}.h5" for name in names}
     rng = np.random.default_rng(0)
-    if not paths["contiguous"].exists():
+    if "contiguous" in paths and not paths["contiguous"].exists():
         with h5py.File(paths["contiguous"], "w") as file:
             data = file.create_dataset("x", (NUM_ROWS, WIDTH), "f4")
             for start in range(0, NUM_ROWS, 8192):
                 data[start : start + 8192] = rng.random((8192, WIDTH), np.float32)
-    if not paths["gzip"].exists():
-        with h5py.File(paths["gzip"], "w") as file:
+    for name, options in packings().items():
+        if name not in paths or paths[name].exists():
+            continue
+        with h5py.File(paths[name], "w") as file:
             shape, chunks = (PACKED_ROWS, WIDTH), (CHUNK_ROWS, WIDTH)
-            data = file.create_dataset(
-                "x", shape, "f4", chunks=chunks, compression="gzip", shuffle=True
-            )
+            data = file.create_dataset("x", shape, "f4", chunks=chunks, **options)
             # Write a smooth field whose last bits of the mantissa are rounded off.
             waves = np.linspace(0, 6 * np.pi, WIDTH)
             for start in range(0, PACKED_ROWS, 4096):
@@ -87,7 +101,7 @@ def distributed(strategy: Any, path: Path, order: str, ahead: int) -> Iterator[A
     """Return an iterator of this rank's batches, read by `hpcstrat.Dataset`."""
     dataset = hs.Dataset.from_files(path, "x")
     if order == "blocks":
-        block, window = BLOCKS[path.stem]
+        block, window = BLOCKS.get(path.stem, PACKED_BLOCKS)
         dataset = dataset.shuffle(blocks=block, window=window)
     elif order == "shuffled":
         dataset = dataset.shuffle()
@@ -100,7 +114,7 @@ def order_of(path: Path, order: str) -> Callable[[int], Any]:
     dataset = hs.Dataset.from_files(path, "x")
     if order == "in order":
         return lambda start: np.arange(start, start + BATCH)
-    block, window = BLOCKS[path.stem]
+    block, window = BLOCKS.get(path.stem, PACKED_BLOCKS)
     how = {"blocks": block, "window": window} if order == "blocks" else {}
     shuffled: Any = dataset.shuffle(**how).stage
     return lambda start: shuffled.rows(slice(start, start + BATCH), 0)
@@ -274,7 +288,7 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Time all alternatives that read a file in some order."""
     comm = strategy.topology.replica_comm
-    count = 1 << (16 if file == "gzip" else 13 if order == "shuffled" else 17)
+    count = 1 << (13 if order == "shuffled" else 17 if file == "contiguous" else 16)
     readers = ways(strategy, paths, file, order, count)
     found: dict[str, list[Any]] = {reader.name: [] for reader in readers}
     for number in range(rounds + 1):
@@ -292,9 +306,11 @@ def compare(
         rows.append(row(what, name, comm.size, ROW_BYTES, seconds, used=used))
         if not comm.rank:
             rate = 1e-3 / np.median(seconds)
+            per_second = 1e3 / ROW_BYTES / used
             print(
                 f"{what:28} {name:18} {rate:8.1f} thousand rows/s, "
-                f"{used * 1e3:6.3f} ms of a processor per MB",
+                f"{used * 1e3:6.3f} ms of a processor per MB, "
+                f"{per_second:8.1f} thousand rows per processor second",
                 flush=True,
             )
     return rows
@@ -349,31 +365,32 @@ def train(strategy: Any, path: Path) -> list[dict[str, Any]]:
 @click.option("--folder", type=click.Path(path_type=Path), help="For the files.")
 @click.option("--rounds", default=5, help="How often all ways take turns.")
 @click.option("--cold/--no-cold", default=True, help="Also without the page cache.")
+@click.option("--files", default="all", help="Only compare readers of these files.")
 @click.option("--json", "json_path", help="File for the figures.")
-def main(folder: Path | None, rounds: int, cold: bool, json_path: str | None) -> None:
+def main(
+    folder: Path | None, rounds: int, cold: bool, files: str, json_path: str | None
+) -> None:
     """Measure how fast rows are read."""
     strategy: Any = hs.MultiWorkerMirroredStrategy()
     comm = strategy.topology.replica_comm
+    every = ["contiguous", *packings()]
+    names = every if files == "all" else files.split(",")
     folder = comm.bcast(folder or Path(tempfile.mkdtemp(prefix="bench-input-")))
     if not comm.rank:
         folder.mkdir(parents=True, exist_ok=True)
-        make_files(folder)
+        make_files(folder, names)
     comm.Barrier()
-    paths = make_files(folder)
-    parts = [("contiguous", order) for order in ("in order", "blocks", "shuffled")]
-    parts += [("gzip", order) for order in ("in order", "blocks")]
+    paths = make_files(folder, names)
     rows = []
     for is_cold in (False, True) if cold and os.geteuid() == 0 else (False,):
-        for order in ("in order", "blocks", "shuffled"):
-            rows += compare(
-                strategy, paths, "contiguous", order, rounds=rounds, is_cold=is_cold
-            )
-        for order in ("in order", "blocks"):
-            rows += compare(
-                strategy, paths, "gzip", order, rounds=rounds, is_cold=is_cold
-            )
-    rows += cached(strategy, paths["gzip"])
-    rows += train(strategy, paths["contiguous"])
+        for name in names:
+            for order in ("in order", "blocks", "shuffled"):
+                rows += compare(
+                    strategy, paths, name, order, rounds=rounds, is_cold=is_cold
+                )
+    if files == "all":
+        rows += cached(strategy, paths["gzip"])
+        rows += train(strategy, paths["contiguous"])
     if json_path and not comm.rank:
         write_json(json_path, _mpi(), rows)
 

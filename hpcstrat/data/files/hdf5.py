@@ -1,23 +1,21 @@
 """Columns of HDF5 files: the offsets of their bytes, and the unpacking of chunks.
 
 h5py holds a lock while it reads, so that only one thread reads at a time. Therefore
-this module itself reads contiguous datasets, and chunks that are compressed by gzip
-(with or without HDF5's shuffle filter) or not at all, if the file has the values as
-NumPy has them. h5py reads all other datasets.
+this module itself reads contiguous datasets, and chunks whose filters `chunk_filters`
+can undo, if the file has the values as NumPy has them. h5py reads all other datasets.
 """
 
 from __future__ import annotations
 
 import glob
-import importlib.util
 import os
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.data.boxes import WHOLE, Box
+from hpcstrat.data.files.chunk_filters import ChunkFilters, filters_of
 from hpcstrat.data.files.columns import (
     BlockCache,
     BlockColumn,
@@ -26,12 +24,10 @@ from hpcstrat.data.files.columns import (
 )
 from hpcstrat.data.files.open_files import OpenFiles
 from hpcstrat.engine.hdf5_files import open_for_reading
-from hpcstrat.engine.native import load_reader
 from hpcstrat.engine.typing import Array
 
 __all__ = ["Hdf5Source", "open_hdf5"]
 
-_READER = load_reader()
 # Number of bytes that one call of h5py reads from a dataset without chunks.
 _BLOCK_BYTES = 1 << 20
 _PLAIN_KINDS = "biufc"
@@ -76,7 +72,6 @@ class Hdf5Source:
             )
         self.dataset = dataset
         self.dtype = self._checked_type()
-        self._require_filters()
         # An external link leads to another file.
         self.path, self.name = dataset.file.filename, dataset.name
         if os.path.samefile(self.path, path):
@@ -114,16 +109,25 @@ class Hdf5Source:
         return dtype
 
     def _require_filters(self) -> None:
+        """Require that HDF5, or the package hdf5plugin, can undo all filters."""
         import h5py
 
-        properties = self.dataset.id.get_create_plist()
-        for index in range(properties.get_nfilters()):
-            code, *_, label = properties.get_filter(index)
+        for code, _, name in filters_of(self.dataset.id.get_create_plist()):
+            if h5py.h5z.filter_avail(code):
+                continue
+            try:
+                # The import registers the filters of this package in HDF5.
+                import hdf5plugin  # noqa: F401
+            except ImportError:
+                found, advice = "is not installed", "pip install hdf5plugin"
+            else:
+                found = "the package hdf5plugin does not have"
+                advice = "set HDF5_PLUGIN_PATH to the folder of its plugin"
             if not h5py.h5z.filter_avail(code):
                 raise ValueError(
-                    f"expected filters that HDF5 can undo in the column {self.where}, "
-                    f"found filter {code} ({label.decode()}), which is not installed; "
-                    f"pip install hdf5plugin and import it, or {_LEAVE_OUT}"
+                    f"expected filters that can be undone in the column {self.where}, "
+                    f"found filter {code} ({name}), which {found}; {advice}, or "
+                    f"{_LEAVE_OUT}"
                 )
 
     def files(self) -> list[str]:
@@ -152,13 +156,11 @@ class Hdf5Source:
                 files, self.path, offset=offset, shape=dataset.shape, dtype=dtype
             )
         properties = dataset.id.get_create_plist()
-        unpack = _unpacking(properties, dtype) if dataset.chunks else None
+        filters = ChunkFilters.of(properties) if dataset.chunks else None
         num_rows = dataset.shape[0]
-        if unpack is None or not num_rows:
+        if filters is None or not num_rows:
             return None
-        chunks = _Chunks(dataset, self.path, files, cache, unpack)
-        if not chunks.are_plain:
-            return None
+        chunks = _Chunks(dataset, self.path, files, cache, filters)
         return BlockColumn(
             cache,
             (self.path, self.name),
@@ -167,13 +169,14 @@ class Hdf5Source:
             num_rows=num_rows,
             shape=self.row_shape,
             dtype=dtype,
-            how=f"chunks of {dataset.chunks[0]} rows, {_unpacked_by(dataset)}",
+            how=f"chunks of {dataset.chunks[0]} rows, {filters.how}",
             load_box=chunks.load,
             load_into=chunks.load_into,
         )
 
     def _through_h5py(self, files: OpenFiles, cache: BlockCache) -> Column:
         """Return a column that h5py reads, in blocks."""
+        self._require_filters()
         num_rows, dtype = self.dataset.shape[0], self.dtype.base
         row_bytes = max(dtype.itemsize * int(np.prod(self.row_shape)), 1)
         chunks = self.dataset.chunks
@@ -279,61 +282,9 @@ def _nested_sources(file: str, inside: str, where: str) -> Iterator[str]:
         yield from _sources(source, file, where)
 
 
-def _unpacking(properties: Any, dtype: Any) -> Callable[[bytes, Array], None] | None:
-    """Return the function that unpacks a chunk; None if only h5py can unpack it."""
-    import h5py
-
-    filters = [properties.get_filter(i)[0] for i in range(properties.get_nfilters())]
-    deflate, shuffle = h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE
-    if filters == []:
-        return _copy
-    if filters == [deflate]:
-        return _inflate
-    if filters == [shuffle, deflate]:
-        size = dtype.itemsize
-        return lambda packed, out: _inflate_shuffled(packed, out, size)
-    return None
-
-
-def _unpacked_by(dataset: Any) -> str:
-    if dataset.compression is None:
-        return "not compressed"
-    has_libdeflate = importlib.util.find_spec("deflate") is not None
-    library = "libdeflate" if has_libdeflate else "zlib"
-    return f"unpacked by {library}"
-
-
-def _copy(packed: bytes, out: Array) -> None:
-    out[:] = np.frombuffer(packed, np.uint8)
-
-
-def _decompressed(packed: bytes, size: int) -> Any:
-    """Decompress data in zlib's format, with libdeflate if it is installed."""
-    try:
-        import deflate
-    except ImportError:
-        return zlib.decompress(packed, bufsize=size)
-    return deflate.zlib_decompress(packed, size)
-
-
-def _inflate(packed: bytes, out: Array) -> None:
-    out[:] = np.frombuffer(_decompressed(packed, out.size), np.uint8)
-
-
-def _inflate_shuffled(packed: bytes, out: Array, size: int) -> None:
-    """Decompress a chunk, and undo HDF5's shuffle filter on its bytes."""
-    decompressed = _decompressed(packed, out.size)
-    if _READER is not None:
-        _READER.unshuffle(decompressed, out, size)
-        return
-    planes = np.frombuffer(decompressed, np.uint8).reshape(size, -1)
-    numbers = out.reshape(-1, size)
-    for index in range(size):
-        numbers[:, index] = planes[index]
-
-
-_Place = tuple[tuple[int, ...], int, int]
-"""A chunk's offset in each dimension of a row, its offset in the file, and its size."""
+_Place = tuple[tuple[int, ...], int, int, int]
+"""A chunk's offset in each dimension of a row, its offset in the file, its size, and
+the mask of the filters that were not applied to it."""
 
 
 class _Chunks:
@@ -345,11 +296,11 @@ class _Chunks:
         path: str,
         files: OpenFiles,
         cache: BlockCache,
-        unpack: Callable[[bytes, Array], None],
+        filters: ChunkFilters,
     ) -> None:
         import h5py
 
-        self._path, self._files, self._unpack = path, files, unpack
+        self._path, self._files, self._filters = path, files, filters
         self._cache = cache
         self._chunk = dataset.chunks
         self._shape, self._dtype = dataset.shape, dataset.dtype
@@ -357,15 +308,13 @@ class _Chunks:
         is_filled = properties.get_fill_time() != h5py.h5d.FILL_TIME_NEVER
         self._fill = dataset.fillvalue if is_filled else 0
         self._name = dataset.name
-        self.are_plain = True
         self._places: dict[int, list[_Place]] = {}
         dataset.id.chunk_iter(self._note)
 
     def _note(self, found: Any) -> None:
-        # A chunk whose mask is not 0 lacks some filters: let h5py read the dataset.
-        self.are_plain = self.are_plain and not found.filter_mask
         block = found.chunk_offset[0] // self._chunk[0]
-        place = found.chunk_offset[1:], found.byte_offset, found.size
+        inside = found.chunk_offset[1:]
+        place = inside, found.byte_offset, found.size, found.filter_mask
         self._places.setdefault(block, []).append(place)
 
     def load(self, block: int, box: Box | None = None) -> Array:
@@ -378,7 +327,7 @@ class _Chunks:
         row_shape = self._shape[1:] if box is None else box.shape
         rows = np.full((num_rows, *row_shape), self._fill, self._dtype)
         for place, inside, kept in overlaps:
-            if box is not None and self._unpack is _copy:
+            if box is not None and not self._filters.filters:
                 part = self._part_of_chunk(place, num_rows, kept)
             else:
                 chunk = self._chunk_at(file.number, place)
@@ -443,7 +392,7 @@ class _Chunks:
         return chunk
 
     def _unpack_at(self, fd: int, place: _Place, chunk: Array) -> None:
-        _, offset, size = place
+        _, offset, size, mask = place
         packed = os.pread(fd, size, offset)
         if len(packed) < size:
             raise ValueError(
@@ -451,7 +400,7 @@ class _Chunks:
                 f"that the file ends after {len(packed)}; write it again"
             )
         try:
-            self._unpack(packed, chunk.reshape(-1).view(np.uint8))
+            self._filters.undo(packed, chunk.reshape(-1).view(np.uint8), mask)
         # Each library raises its own types of errors.
         except Exception as error:
             raise ValueError(

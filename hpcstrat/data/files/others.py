@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -70,16 +73,17 @@ class ZarrStore:
         self._path, self._files, self._cache = path, files, cache
         for part in self._metadata_of(""):
             files.note(part)
-        store = zarr.open(path, mode="r")
-        arrays: Iterable[tuple[str, Any]] = [("", store)]
-        if hasattr(store, "members"):
-            # Sort the arrays: zarr may list them in another order on other ranks.
-            found_arrays = {
-                name: item
-                for name, item in store.members(max_depth=None)
-                if hasattr(item, "dtype")
-            }
-            arrays = [(name, found_arrays[name]) for name in sorted(found_arrays)]
+        with _fast_codecs(zarr):
+            store = zarr.open(path, mode="r")
+            arrays: Iterable[tuple[str, Any]] = [("", store)]
+            if hasattr(store, "members"):
+                # Sort the arrays: zarr may list them in another order on other ranks.
+                found_arrays = {
+                    name: item
+                    for name, item in store.members(max_depth=None)
+                    if hasattr(item, "dtype")
+                }
+                arrays = [(name, found_arrays[name]) for name in sorted(found_arrays)]
         self.arrays = {name: array for name, array in arrays if array.shape}
 
     def files(self, names: Iterable[str]) -> list[str]:
@@ -114,9 +118,30 @@ class ZarrStore:
             num_rows=array.shape[0],
             shape=tuple(array.shape[1:]),
             dtype=array.dtype,
-            how=f"through zarr, {size} rows at once",
+            how=f"through {_zarr_library(array)}, {size} rows at once",
             load_box=load,
         )
+
+
+@contextlib.contextmanager
+def _fast_codecs(zarr: Any) -> Iterator[None]:
+    """Let the package zarrs, if it is installed, decode the arrays that are opened.
+
+    zarr decodes the arrays that zarrs does not support; a warning about it is dropped.
+    """
+    if importlib.util.find_spec("zarrs") is None:
+        yield
+        return
+    pipeline = {"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"}
+    with zarr.config.set(pipeline), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Array is unsupported by Zarrs")
+        yield
+
+
+def _zarr_library(array: Any) -> str:
+    pipeline = getattr(array.async_array, "codec_pipeline", None)
+    # The pipeline of zarrs has no implementation for an array that it cannot decode.
+    return "zarr" if getattr(pipeline, "impl", None) is None else "zarrs"
 
 
 _ZARR_METADATA = ("zarr.json", ".zgroup", ".zarray", ".zattrs", ".zmetadata")

@@ -32,7 +32,7 @@ __all__ = [
 VERSION = 8
 """Version of the kernel that this package can use; other versions are ignored."""
 
-_READER_VERSION = 3
+_READER_VERSION = 4
 _RULES_VERSION = 1
 _LAST_LINE_VERSION = 1
 _HASHED_COPY_VERSION = 1

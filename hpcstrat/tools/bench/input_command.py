@@ -160,7 +160,8 @@ def _advice(rows: FileRows, found: Sequence[_Reading], batch_size: int) -> list[
     if through:
         said.append(
             f"{', '.join(through)}: h5py reads one thread at a time; several "
-            "threads can read them if they are contiguous, or compressed by gzip"
+            "threads can read them if they are contiguous, compressed by gzip, or, "
+            "after pip install numcodecs, compressed by zstd, lz4 or blosc"
         )
     rate = {(r.order, r.ahead): r.rows_per_second for r in found}
     whole, blocks, mixed = (rate[order, 0] for order in _ORDERS)

@@ -497,6 +497,34 @@ def test_rows_of_a_zarr_store(tmp_path: Path) -> None:
     np.testing.assert_array_equal(batch["label"], places)
 
 
+@pytest.mark.framework("zarrs")
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_zarrs_decodes_the_arrays_that_it_supports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_installed: bool
+) -> None:
+    import numcodecs
+    import zarr
+
+    values = np.random.default_rng(0).normal(size=(50, 4)).astype("f4")
+    path = str(tmp_path / "store.zarr")
+    root = zarr.open_group(path, mode="w", zarr_format=2)
+    for name, compressor in {
+        "blosc": numcodecs.Blosc("zstd"),
+        "lzma": numcodecs.LZMA(),
+    }.items():
+        root.create_array(name, data=values, chunks=(7, 4), compressors=compressor)
+    if not is_installed:
+        monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    stage: Any = Dataset.from_files(path).stage
+    how = {name: column.how for name, column in stage.columns().items()}
+    decoder = "zarrs" if is_installed else "zarr"
+    assert how["blosc"] == f"through {decoder}, 7 rows at once"
+    assert how["lzma"] == "through zarr, 7 rows at once"
+    places = np.random.default_rng(1).permutation(50)[:30]
+    for array in stage.read(places, 0).values():
+        np.testing.assert_array_equal(array, values[places])
+
+
 @pytest.mark.framework("pyarrow")
 def test_rows_of_a_folder_of_parquet(tmp_path: Path) -> None:
     import pyarrow
