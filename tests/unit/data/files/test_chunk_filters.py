@@ -67,7 +67,7 @@ def write_random_file(path: Path, rng: Any) -> None:
     made.set_chunk(tuple(int(rng.integers(1, n + 3)) for n in shape))
     if rng.random() < 0.5:
         made.set_fill_value(np.array(1, dtype))
-    # Bytes without a pattern cannot be compressed, so that optional filters are omitted.
+    # Optional filters are omitted for bytes without a pattern, which stay as large.
     most = int(rng.choice([2, 5, 256]))
     count = int(np.prod(shape)) * dtype.itemsize
     values = rng.integers(0, most, count, dtype=np.uint8)
