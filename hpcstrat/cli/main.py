@@ -21,6 +21,7 @@ from hpcstrat.tools.doctor.examination import launch_words, software
 from hpcstrat.tools.hang_command import hang
 from hpcstrat.tools.job_scripts import jobs
 from hpcstrat.tools.launch_commands import jax, torch
+from hpcstrat.tools.staging import stage
 from hpcstrat.tools.terminal import UncutGroup
 from hpcstrat.tools.timeline_commands import timeline
 
@@ -40,6 +41,7 @@ main.add_command(doctor)
 main.add_command(hang)
 main.add_command(jax)
 main.add_command(jobs)
+main.add_command(stage)
 main.add_command(timeline)
 main.add_command(torch)
 main.add_command(verify_bits)
