@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 import hpcstrat
+from hpcstrat.cli.first_import import BEGAN
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.elastic.watching import watch_command
 from hpcstrat.tools.bench.commands import bench
@@ -22,6 +23,7 @@ from hpcstrat.tools.hang_command import hang
 from hpcstrat.tools.job_scripts import jobs
 from hpcstrat.tools.launch_commands import jax, torch
 from hpcstrat.tools.staging import stage
+from hpcstrat.tools.start_times import show_start_times
 from hpcstrat.tools.terminal import UncutGroup
 from hpcstrat.tools.timeline_commands import timeline
 
@@ -69,11 +71,42 @@ def watch(words: tuple[str, ...]) -> None:
     type=click.IntRange(1),
     help="Number of ranks of each worker; default: as launched.",
 )
-def info(workers: int | None, ranks_per_worker: int | None) -> None:
+@click.option(
+    "--start",
+    is_flag=True,
+    help="Print the time from the launcher to the first step, by phases, of all ranks.",
+)
+@click.option(
+    "--import",
+    "modules",
+    metavar="NAMES",
+    default="",
+    help="With --start: modules that your program imports, separated by commas.",
+)
+@click.option(
+    "--data", metavar="FILES", help="With --start: also read a first batch of files."
+)
+def info(
+    workers: int | None,
+    ranks_per_worker: int | None,
+    *,
+    start: bool,
+    modules: str,
+    data: str | None,
+) -> None:
     """Show versions, the launcher of this process, and how arrays are summed.
 
     Under a launcher only the first process prints this.
+
+    \b
+        mpirun -n 64 hpcstrat info --start --import torch
     """
+    if start:
+        names = [name.strip() for name in modules.split(",") if name.strip()]
+        show_start_times(BEGAN, names, data)
+        return
+    if modules or data:
+        raise click.UsageError("expected --start beside --import and --data; add it")
     launch = launch_from_environment()
     if launch.rank:
         return

@@ -50,6 +50,8 @@ JOBS = {
         "tests/mpi/test_checkpoint_faults.py",
         "tests/mpi/test_failing_disk.py",
     ),
+    "hpcstrat/tools/staging/": ("tests/cluster/test_stage.py",),
+    "hpcstrat/tools/start_times.py": ("tests/mpi/test_start_times.py",),
     "hpcstrat/elastic/": ("tests/mpi/test_elastic.py",),
     "hpcstrat/engine/gpu/probe/": ("tests/gpu/test_probe.py",),
     "hpcstrat/engine/topology/start_warnings.py": ("tests/mpi/test_start_warnings.py",),

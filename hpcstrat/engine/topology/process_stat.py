@@ -10,7 +10,7 @@ __all__ = ["FLAGS", "PARENT", "START", "STATE", "pid_namespace", "process_stat"]
 STATE, PARENT, FLAGS, START = 0, 1, 6, 19
 
 
-def process_stat(pid: int, proc: str = "/proc") -> tuple[str, list[str]]:
+def process_stat(pid: int | str, proc: str = "/proc") -> tuple[str, list[str]]:
     """Return a process's name, truncated by the kernel, and the fields after the name.
 
     Raises OSError if the process does not exist. State Z or X means that the process
