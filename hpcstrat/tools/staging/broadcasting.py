@@ -29,7 +29,7 @@ from hpcstrat.tools.staging.environment_files import (
     digest_of_files,
     list_files,
 )
-from hpcstrat.tools.staging.node_copy import FreeSpace, NodeCopy, Part, parts_of
+from hpcstrat.tools.staging.node_copy import FreeSpace, NodeCopy, FilePart, parts_of
 
 __all__ = ["Staged", "copy_to_nodes", "is_archive"]
 
@@ -74,8 +74,8 @@ def copy_to_nodes(
             free = copy.free()
         nodes: list[FreeSpace] = collectives.all_gather_object(free, "free space")
         with collectives.section("listing of the environment"):
-            made = _Plan.of(source, copy, nodes) if is_first else None
-        plan: _Plan = collectives.broadcast_object(made, 0, "files")
+            made = _StagingPlan.of(source, copy, nodes) if is_first else None
+        plan: _StagingPlan = collectives.broadcast_object(made, 0, "files")
         with collectives.section("comparison with the copies on the nodes"):
             has = copy.record.get("files") == plan.digest and copy.is_whole
             if not has:
@@ -99,7 +99,7 @@ def copy_to_nodes(
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _StagingPlan:
     """The files of a copy, and the folder from which the first rank reads them.
 
     ``is_unpacked`` is True if this folder is the partial copy of the first rank's node.
@@ -113,7 +113,9 @@ class _Plan:
     is_unpacked: bool = False
 
     @classmethod
-    def of(cls, source: str, copy: NodeCopy, nodes: Sequence[FreeSpace]) -> _Plan:
+    def of(
+        cls, source: str, copy: NodeCopy, nodes: Sequence[FreeSpace]
+    ) -> _StagingPlan:
         """List the files; unpack an archive, unless this node has its copy."""
         is_unpacked, folder = False, source
         read_bytes = None
@@ -149,7 +151,7 @@ def _require_space(
             )
 
 
-class _Reader:
+class _SourceReader:
     """Reads the pieces of an environment, and the digest of their bytes."""
 
     def __init__(self, folder: str) -> None:
@@ -157,7 +159,7 @@ class _Reader:
         self._digest = xxhash.xxh3_64()
         self._pool = ThreadPoolExecutor(_READERS)
 
-    def fill(self, piece: Array, parts: Sequence[Part]) -> None:
+    def fill(self, piece: Array, parts: Sequence[FilePart]) -> None:
         """Read parts of files into a piece.
 
         Raises ValueError if a file has changed since it was listed.
@@ -168,7 +170,7 @@ class _Reader:
             if "__pycache__" not in part.file.path.split("/"):
                 self._digest.update(piece[part.place : part.place + part.size].data)
 
-    def _read(self, piece: Array, part: Part) -> None:
+    def _read(self, piece: Array, part: FilePart) -> None:
         out = piece[part.place : part.place + part.size]
         if part.file.content is not None:
             end = part.start + part.size
@@ -199,7 +201,7 @@ class _Reader:
         self._pool.shutdown()
 
 
-def _send(collectives: Collectives, plan: _Plan, copy: NodeCopy | None) -> None:
+def _send(collectives: Collectives, plan: _StagingPlan, copy: NodeCopy | None) -> None:
     """Send all pieces of the environment; ``copy`` is None on a node that has it.
 
     Collective over the ranks of ``collectives``. The first rank reads the next piece
@@ -208,7 +210,7 @@ def _send(collectives: Collectives, plan: _Plan, copy: NodeCopy | None) -> None:
     is_first = collectives.rank == 0
     # The first rank of an archive has unpacked it into its node's copy.
     writer = None if is_first and plan.is_unpacked else copy
-    reader = _Reader(plan.folder)
+    reader = _SourceReader(plan.folder)
     pieces = [np.empty(_PIECE_BYTES, np.uint8) for _ in range(2)]
     parts = list(parts_of(plan.files, _PIECE_BYTES))
     with contextlib.closing(reader), ThreadPoolExecutor(1) as ahead:

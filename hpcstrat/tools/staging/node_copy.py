@@ -24,14 +24,14 @@ from hpcstrat.tools.staging.environment_files import (
     list_files,
 )
 
-__all__ = ["FreeSpace", "NodeCopy", "Part", "parts_of"]
+__all__ = ["FreeSpace", "NodeCopy", "FilePart", "parts_of"]
 
 _PAGE = 4096
 _PARTIAL = ".partial-"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FilePart:
     """A part of a file, ``size`` bytes from ``start``, at ``place`` in a piece."""
 
     file: EnvironmentFile
@@ -40,15 +40,15 @@ class Part:
     place: int
 
 
-def parts_of(files: Sequence[EnvironmentFile], most: int) -> Iterator[list[Part]]:
+def parts_of(files: Sequence[EnvironmentFile], most: int) -> Iterator[list[FilePart]]:
     """Yield the parts of each piece of at most ``most`` bytes of all files' bytes."""
-    piece: list[Part] = []
+    piece: list[FilePart] = []
     place = 0
     for file in files:
         start = 0
         while start < file.size and file.kind == "file":
             size = min(file.size - start, most - place)
-            piece.append(Part(file, start, size, place))
+            piece.append(FilePart(file, start, size, place))
             start, place = start + size, place + size
             if place == most:
                 yield piece
@@ -130,7 +130,7 @@ class NodeCopy:
             if each.kind == "folder":
                 os.mkdir(self._path(each), 0o700)
 
-    def write(self, piece: Array, parts: Sequence[Part]) -> None:
+    def write(self, piece: Array, parts: Sequence[FilePart]) -> None:
         """Write the parts of files that a piece has."""
         for part in parts:
             data = piece[part.place : part.place + part.size]
