@@ -29,7 +29,7 @@ from hpcstrat.tools.staging.environment_files import (
     digest_of_files,
     list_files,
 )
-from hpcstrat.tools.staging.node_copy import FreeSpace, NodeCopy, FilePart, parts_of
+from hpcstrat.tools.staging.node_copy import FilePart, FreeSpace, NodeCopy, parts_of
 
 __all__ = ["Staged", "copy_to_nodes", "is_archive"]
 

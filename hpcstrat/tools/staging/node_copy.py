@@ -24,7 +24,7 @@ from hpcstrat.tools.staging.environment_files import (
     list_files,
 )
 
-__all__ = ["FreeSpace", "NodeCopy", "FilePart", "parts_of"]
+__all__ = ["FilePart", "FreeSpace", "NodeCopy", "parts_of"]
 
 _PAGE = 4096
 _PARTIAL = ".partial-"
