@@ -54,6 +54,44 @@ def _counted() -> dict[str, Any]:
     return {"total": np.histogram(numbers, np.linspace(-3.0, 3.0, 7))[0]}
 
 
+def _best_model() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(240, 20))
+    y = x[:, 0] + rng.normal(size=240)
+    weights, best, kept, without = np.zeros(20), np.inf, np.zeros(20), 0
+    for epoch in range(200):
+        for start in range(0, 80, 20):
+            some, wanted = x[start : start + 20], y[start : start + 20]
+            weights = weights - 0.02 * 2 * some.T @ (some @ weights - wanted) / 20
+        error = float(np.mean((x[80:] @ weights - y[80:]) ** 2))
+        without = 0 if error < best else without + 1
+        if error < best:
+            best, kept = error, weights
+        if without == 3:
+            break
+    return {"weights": kept, "best": best, "float(epoch)": float(epoch)}
+
+
+def _learning_rate() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2000, 16)) * np.geomspace(1, 4, 16)
+    y = x @ rng.normal(size=16)
+    weights, losses, smooth = np.zeros(16), [], None
+    rates = np.geomspace(1e-5, 1.0, 60)
+    batches = hs.Dataset((x, y), batch_size=32, shuffle=True, seed=1)
+    for rate, (some, wanted) in zip(rates, batches, strict=False):
+        error = some @ weights - wanted
+        weights = weights - rate * 2 * some.T @ error / 32
+        loss = np.mean(error**2)
+        smooth = loss if smooth is None else 0.7 * smooth + 0.3 * loss
+        losses.append(float(smooth))
+        if smooth > 4 * min(losses):
+            break
+    slopes = np.gradient(np.log(losses), np.log(rates[: len(losses)]))
+    chosen = float(rates[np.argmin(slopes)] / 2)
+    return {"chosen": chosen, "float(len(losses))": float(len(losses))}
+
+
 def _training() -> dict[str, Any]:
     x, _ = _data(1000)
     data = x, x @ np.arange(8.0)
@@ -206,6 +244,8 @@ _RECIPES: dict[tuple[str, str], Callable[[], dict[str, Any]]] = {
     ("coming-from/torch-ddp.md", ""): _coming_from,
     ("coming-from/torch-ddp.md", "torch"): lambda: _torch(1000, BATCH, 2, 0.0),
     ("recipes.md", ""): _counted,
+    ("user-guide/recipes/best-model.md", ""): _best_model,
+    ("user-guide/recipes/learning-rate.md", ""): _learning_rate,
     ("user-guide/predictions.md", ""): _predictions,
     ("user-guide/preemption.md", ""): _preemption,
     ("user-guide/torch-jax.md", "torch"): lambda: _torch(50, 16, 3, 0.9),

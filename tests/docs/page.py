@@ -2,21 +2,22 @@
 
 The words after the language of a fenced block say where the block runs:
 
-=================  ====================================================================
-``python``         everywhere: in one process, and on two ranks if the page makes a
-                   strategy on MPI
-``python ranks``   on two ranks only
-``python gpu``     with CuPy, in one process and on two ranks: see tests/gpu
-``python torch``   where PyTorch is installed, in a run of the page of its own
-``python jax``     where JAX is installed, likewise
-``python keras``   where Keras is installed, likewise
-``python dask``    where Dask is installed, likewise
-``python joblib``  where joblib is installed, likewise
-``python ulfm``    where a job lives on when a rank dies: on six ranks, in a run of the
-                   page of its own
-``python no-run``  nowhere; for what needs another library or machine: its first line
-                   tells readers why
-=================  ====================================================================
+==================  ===================================================================
+``python``          everywhere: in one process, and on two ranks if the page makes a
+                    strategy on MPI
+``python ranks``    on two ranks only
+``python gpu``      with CuPy, in one process and on two ranks: see tests/gpu
+``python torch``    where PyTorch is installed, in a run of the page of its own
+``python jax``      where JAX is installed, likewise
+``python keras``    where Keras is installed, likewise
+``python dask``     where Dask is installed, likewise
+``python equinox``  where Equinox is installed, likewise
+``python joblib``   where joblib is installed, likewise
+``python ulfm``     where a job lives on when a rank dies: on six ranks, in a run of the
+                    page of its own
+``python no-run``   nowhere; for what needs another library or machine: its first line
+                    tells readers why
+==================  ===================================================================
 
 Blocks of other languages are not run. All blocks of a page that run share one
 namespace. If a block makes a ParameterServerStrategy, serving ranks stay in that block
@@ -61,7 +62,7 @@ __all__ = [
 
 _FENCE = re.compile(r"^( *)```+([^\n`]*)$")
 _COMPARED = re.compile(r"^<!-- compared: (.*) -->$")
-EXTRAS = ("torch", "jax", "keras", "dask", "joblib")
+EXTRAS = ("torch", "jax", "keras", "dask", "joblib", "equinox")
 ULFM_SIZE = 6
 WORDS = {"", "ranks", "gpu", "ulfm", "no-run", *EXTRAS}
 _SERVED = "ParameterServerStrategy"
