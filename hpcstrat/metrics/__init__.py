@@ -9,6 +9,7 @@ each step only once, even if the job is requeued.
 """
 
 from hpcstrat.metrics.averages import Mean, MeanMetricWrapper, Sum
+from hpcstrat.metrics.energy import EnergyMeter
 from hpcstrat.metrics.group import MetricGroup, results
 from hpcstrat.metrics.log import Log
 from hpcstrat.metrics.log_file import read_log
@@ -30,6 +31,7 @@ __all__ = [
     "Accuracy",
     "BinaryAccuracy",
     "CategoricalAccuracy",
+    "EnergyMeter",
     "Log",
     "MLflow",
     "Mean",

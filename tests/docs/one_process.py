@@ -58,8 +58,10 @@ def _best_model() -> dict[str, Any]:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(240, 20))
     y = x[:, 0] + rng.normal(size=240)
-    weights, best, kept, without = np.zeros(20), np.inf, np.zeros(20), 0
-    for epoch in range(200):
+    weights, best, kept = np.zeros(20), np.inf, np.zeros(20)
+    epoch, without = -1, 0
+    while without < 3:
+        epoch += 1
         for start in range(0, 80, 20):
             some, wanted = x[start : start + 20], y[start : start + 20]
             weights = weights - 0.02 * 2 * some.T @ (some @ weights - wanted) / 20
@@ -67,8 +69,6 @@ def _best_model() -> dict[str, Any]:
         without = 0 if error < best else without + 1
         if error < best:
             best, kept = error, weights
-        if without == 3:
-            break
     return {"weights": kept, "best": best, "float(epoch)": float(epoch)}
 
 

@@ -349,6 +349,12 @@ def _notes(runs: Sequence[MeasuredRun], series: Sequence[Series]) -> Iterator[st
             "replicas: their intervals are rough."
         )
     yield from _differences(runs)
+    yield from (
+        f"Of the run of {run.layout} replicas, {session['energy']['text']}."
+        for run in runs
+        for session in run.sessions
+        if "energy" in session
+    )
 
 
 def _disturbed(runs: Sequence[MeasuredRun]) -> Iterator[str]:

@@ -20,7 +20,8 @@ file. Sizes are in bytes, and times are in seconds::
      "sessions": [{                    a run that was killed and continued has several
       "started": "2026-11-23T10:00:00+00:00", "command": "...",
       "hosts": ["node1", "node2"],     the host of each worker
-      "versions": {...}, "environment": {...}
+      "versions": {...}, "environment": {...},
+      "energy": {"joules": ..., ...}   since a later version: `EnergyMeter.result`
      }],
      "links": {                        medians over pairs of replicas
       "inside": {"latency_seconds": ..., "bytes_per_second": ..., "num_measured": 2,

@@ -18,6 +18,7 @@ from hpcstrat._version import __version__
 from hpcstrat.engine.calls.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.options import CommunicationImplementation, CommunicationOptions
 from hpcstrat.engine.topology.links import Link, Links, find_outliers, measure_links
+from hpcstrat.metrics.energy import EnergyMeter
 from hpcstrat.strategies.base import Strategy
 from hpcstrat.tools.bench.benchmark_parts import Options, Planned, planned
 from hpcstrat.tools.bench.run_file import (
@@ -80,6 +81,7 @@ def run_scaling(strategy: Strategy, wish: ScalingRequest) -> str:
     # Add this launch to the sessions; each measured part has the session's index.
     run.sessions.append(_session(strategy, wish.command))
     _prepare(strategy, run, wish.options, path)
+    meter = EnergyMeter(strategy)
     for number, item in enumerate(missing, 1):
         begun = f"[{number}/{len(missing)}] {item.title}"
         with _section(strategy, begun):
@@ -90,9 +92,12 @@ def run_scaling(strategy: Strategy, wish: ScalingRequest) -> str:
         known = {part.key for part in item.parts}
         run.parts = [part for part in run.parts if part.key not in known]
         run.parts.extend(item.parts)
+        run.sessions[-1]["energy"] = meter.result()
         _on_first(strategy, functools.partial(_write, run, path))
         if strategy.writes:
             wish.tell(f"{begun}: {_times(item)}")
+    if strategy.writes:
+        wish.tell(run.sessions[-1]["energy"]["text"])
     return path
 
 
