@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hpcstrat import testing
 from hpcstrat.testing.job import wait_until
-from tests.cluster.slurm import Job, Slurm, copy_scripts, is_open_mpi
+from tests.cluster.slurm import ROOT, Job, Slurm, copy_scripts, is_open_mpi
 from tests.conftest import why_no_gpu
 from tests.docs.said import assert_said
 
@@ -30,6 +31,7 @@ EPOCHS = 12
 CHAOS_EPOCHS = 80
 # A signal before the time limit that the program ignores.
 UNHEEDED = "URG@1"
+CLI = "from hpcstrat.cli import main; main()"
 # Functions in the stack of Open MPI's crash at the start.
 START_CRASH = ("mca_pml_ob1_recv_frag_callback_match", "ompi_mpi_init")
 
@@ -266,6 +268,66 @@ def test_torch_programs_train_over_mpi(slurm: Slurm, tmp_path: Path) -> None:
     assert job.wait_to_end(180) == "COMPLETED", job.output
     assert (tmp_path / f"runs/ddp-{job.number}/digits.pt").exists()
     assert "epoch 10: loss" in job.output
+
+
+FOR_GPUS = str(ROOT / "tests/integrations/programs/for_gpus.py")
+HIDDEN = ("--hide", "mpi", "--hide", "slurm")
+OF_OTHERS = [*HIDDEN, "--set", "slurm", "--set", "openmpi", "--set", "torchrun"]
+
+
+@pytest.mark.full
+@pytest.mark.framework("torch")
+@pytest.mark.parametrize(
+    ("options", "has_openmpi"),
+    [([], False), (OF_OTHERS, True)],
+    ids=["variables of srun", "variables of others"],
+)
+def test_torch_programs_for_gpus_train_on_cpus(
+    options: list[str], has_openmpi: bool, slurm: Slurm, tmp_path: Path
+) -> None:
+    words = ["--make-group", "--on-cpus", "--explain", *options, FOR_GPUS]
+    # Ranks of two nodes, of which one has two.
+    size = {"nodes": 2, "ntasks": 3}
+    job = slurm.submit(tmp_path, "torch_ddp.sbatch", *words, **size)
+    assert job.wait_to_end(180) == "COMPLETED", job.output
+    printed = re.findall(r"^True (True|False) (\S+)$", job.output, re.M)
+    assert len(printed) == 3, job.output
+    # All ranks have the weights that one process computes.
+    alone = [sys.executable, "-c", CLI, "torch", "--set", "slurm", *words[:2], FOR_GPUS]
+    finished = testing.launch(1, alone, timeout=150)
+    assert finished.returncode == 0, finished.stderr
+    _, _, total = finished.stdout.split()
+    for found, weights in printed:
+        assert found == str(has_openmpi), job.output
+        assert float(weights) == pytest.approx(float(total), rel=1e-10)
+    parts = [
+        "made the process group of 3 ranks",
+        "ignored device_ids=[0] of DistributedDataParallel",
+        "computed torch.nn.SyncBatchNorm on CPUs",
+    ]
+    if options:
+        parts += [
+            "hid the variables of slurm from the program: ",
+            "set the variables of slurm: SLURM_PROCID=0, ",
+            "set the variables of openmpi: OMPI_COMM_WORLD_RANK=0, ",
+            "set the variables of torchrun: ",
+        ]
+    for part in parts:
+        assert job.output.count(f"hpcstrat torch: {part}") == 1, job.output
+
+
+@pytest.mark.full
+@pytest.mark.framework("torch")
+def test_a_torch_program_without_its_variables_is_told_the_option(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    words = ["--make-group", "--on-cpus", "--hide", "slurm", FOR_GPUS]
+    size = {"nodes": 2, "ntasks_per_node": 1}
+    job = slurm.submit(tmp_path, "torch_ddp.sbatch", *words, **size)
+    assert job.wait_to_end(180) == "FAILED", job.output
+    expected = "expected a program that needs no variable 'SLURM_PROCID'"
+    assert expected in job.output, job.output
+    assert "--set slurm" in job.output
 
 
 @pytest.mark.framework("jax")
