@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+
+from hpcstrat._launchers import SCHEDULERS, is_of_launcher
 
 __all__ = ["notes"]
 
@@ -70,3 +73,23 @@ def notes(error: BaseException) -> Iterator[str]:
         if any(part in text for part in parts):
             yield f"hpcstrat torch: expected {expected}, found {found}; {advice}"
             return
+    for variable, name in _variables_in_code_that_raised(error):
+        yield (
+            f"hpcstrat torch: expected a program that runs under every launcher, found "
+            f"{type(error).__name__} in code that looks for {variable}; add --hide "
+            f"{name} if it need not see this variable"
+        )
+        return
+
+
+def _variables_in_code_that_raised(error: BaseException) -> Iterator[tuple[str, str]]:
+    """Yield launchers' variables that are set and named in the code that raised."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    for constant in trace.tb_frame.f_code.co_consts if trace else ():
+        if isinstance(constant, str) and constant in os.environ:
+            if is_of_launcher(constant):
+                yield constant, "mpi"
+            elif constant.startswith(SCHEDULERS["Slurm"].prefixes):
+                yield constant, "slurm"

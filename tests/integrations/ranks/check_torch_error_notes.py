@@ -75,6 +75,34 @@ def test_a_missing_variable_is_explained(job: Any, variable: str, option: str) -
     assert _note_of(lambda: os.environ[variable]).endswith(option)
 
 
+@pytest.mark.parametrize(
+    ("variable", "option"),
+    [("OMPI_COMM_WORLD_SIZE", "mpi"), ("PMI_RANK", "mpi"), ("SLURM_NTASKS", "slurm")],
+)
+@pytest.mark.parametrize("is_set", [True, False])
+def test_code_that_raises_because_of_a_launcher_is_explained(
+    job: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    option: str,
+    *,
+    is_set: bool,
+) -> None:
+    # As deepxde/config.py, whose code is that of a module.
+    program = f"import os\nif {variable!r} in os.environ:\n  raise NotImplementedError"
+    monkeypatch.delenv(variable, raising=False)
+    if not is_set:
+        program = f"name = {variable!r}\nraise NotImplementedError"
+    else:
+        monkeypatch.setenv(variable, "2")
+    with pytest.raises(NotImplementedError) as caught:
+        exec(program, {})
+    found = list(notes(caught.value))
+    assert len(found) == is_set
+    for note in found:
+        assert f"that looks for {variable}; add --hide {option}" in note
+
+
 def test_other_errors_have_no_note(job: Any) -> None:
     for error in (KeyError("HOME"), ValueError("no"), RuntimeError("SLURM")):
         assert not list(notes(error))
