@@ -19,11 +19,13 @@ __all__ = ["VARIABLE", "turn_of_environment", "unwanted"]
 
 VARIABLE = "HPCSTRAT_TEST_TURN"
 # Tests and jobs that take longer on a processor take turns, except these: the programs
-# of tf.distribute, and the job of 3 ranks, which finds most mistakes.
+# of tf.distribute, the job of 3 ranks, which finds most mistakes, and programs of
+# others, which CI installs in one turn only.
 LEAST_SECONDS = 1.0
 IN_EACH_TURN = (
     "tests/conformance/",
     "tests/mpi/test_ranks.py::test_rank_tests_pass_where_they_can_fail[3-",
+    "tests/docs/test_gallery.py::test_programs_of_others_compute_the_same",
 )
 
 

@@ -4,7 +4,8 @@
     python docs/gallery/make.py ising gpt
 
 For each page NAME.md it writes NAME.png, and NAME.txt: the commands with their output.
-Needs hpcstrat with its extras torch, jax, keras and plot, and mpirun.
+Needs hpcstrat with its extras torch, jax, keras and plot, and mpirun. Programs of
+others need environments of their own, which docs/gallery/third_party.py makes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,13 @@ SCALING = (
     "--batch-size 256 -o scaling-{n}.json"
 )
 LOSS = re.compile(r"^(?:epoch|step) (\d+): loss (\S+)$", re.M)
+# For each program of others: the axes of its picture.
+THIRD_PARTY = {
+    "nequip": ("epoch", "validation error"),
+    "mace": ("epoch", "error of the forces (eV/Å)"),
+    "netket": ("step", "energy"),
+}
+VALUE = re.compile(r"^(.+), (?:epoch|step) (\d+): (?:error|energy) (\S+)$", re.M)
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,58 @@ EXAMPLES_OF_PAGES = {
 }
 
 
+def run_page(name: str, folder: Path) -> str:
+    """Run the commands of a page about a program of others; return what they print.
+
+    The program is that of the environment of this Python.
+    """
+    page = (HERE / f"{name}.md").read_text()
+    for program in re.findall(r"\(\.\./examples/(\w+\.py)\)", page):
+        shutil.copy(EXAMPLES / program, folder)
+    _, commands = re.findall(r"^```sh\n(.*?)^```$", page, re.M | re.S)
+    env = {
+        **os.environ,
+        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
+        "OMP_NUM_THREADS": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }
+    words = ["bash", "-euo", "pipefail", "-c", commands]
+    done = subprocess.run(
+        words, check=False, cwd=folder, env=env, capture_output=True, text=True
+    )
+    if done.returncode:
+        logs = "".join(path.read_text()[-4000:] for path in folder.glob("*.log"))
+        raise SystemExit(f"{name} ended with {done.returncode}:\n{done.stderr}{logs}")
+    return done.stdout
+
+
+def values_of(text: str) -> dict[str, dict[int, float]]:
+    """Return for each run that a page's commands print: the value of each step."""
+    found = dict[str, dict[int, float]]()
+    for run, step, value in VALUE.findall(text):
+        found.setdefault(run, {})[int(step)] = float(value)
+    return found
+
+
+def draw_values(name: str, text: str, path: Path) -> None:
+    """Draw the values of one process as a line, and of two ranks as points on it."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3), layout="constrained")
+    axes = figure.subplots()
+    one, two = values_of(text).values()
+    axes.plot([*one], [*one.values()], label="one process")
+    axes.plot([*two], [*two.values()], "o", label="two ranks", fillstyle="none")
+    xlabel, ylabel = THIRD_PARTY[name]
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=110)
+
+
 def run(command: str, folder: Path) -> str:
     """Run a command, as a reader would type it; return what it prints."""
     words = shlex.split(command)
@@ -142,8 +202,14 @@ def run(command: str, folder: Path) -> str:
 
 def make(name: str) -> None:
     """Write what a page shows."""
-    example = EXAMPLES_OF_PAGES[name]
     picture = HERE / f"{name}.png"
+    if name in THIRD_PARTY:
+        with tempfile.TemporaryDirectory(prefix="hpcstrat-") as folder:
+            text = run_page(name, Path(folder))
+        (HERE / f"{name}.txt").write_text(text)
+        draw_values(name, text, picture)
+        return
+    example = EXAMPLES_OF_PAGES[name]
     with tempfile.TemporaryDirectory(prefix="hpcstrat-") as folder:
         said = {command: run(command, Path(folder)) for command in example.commands}
         if isinstance(example.picture, str):

@@ -38,6 +38,8 @@ TUTORIALS = {
     "spirals_saved.py 30": ("torch", "spirals.py"),
     "fit.py": ("keras", "fit.py"),
 }
+# For each program of others: its framework, and the steps that it prints.
+THIRD_PARTY = {"nequip": ("torch", 5), "mace": ("torch", 5), "netket": ("jax", 20)}
 # By default, tests/integrations/test_examples.py trains the first two programs on two
 # ranks, and the test of "spirals_saved.py" compares the third one in one process.
 TESTED_ELSEWHERE = {"digits", "gpt", "spirals.py"}
@@ -103,6 +105,34 @@ def test_programs_of_the_gallery_compute_the_same(
     np.testing.assert_allclose(found[1], found[0], rtol=2e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        pytest.param(
+            name,
+            steps,
+            id=name,
+            marks=[
+                pytest.mark.framework(kind),
+                pytest.mark.skipif(
+                    importlib.util.find_spec(name) is None,
+                    reason=f"{name} is not installed; see docs/gallery/third_party.py",
+                ),
+            ],
+        )
+        for name, (kind, steps) in THIRD_PARTY.items()
+    ],
+)
+def test_programs_of_others_compute_the_same(
+    name: str, steps: int, tmp_path: Path
+) -> None:
+    gallery = _gallery()
+    one, two = gallery.values_of(gallery.run_page(name, tmp_path)).values()
+    assert [*one] == [*two] == [*range(steps)]
+    # A mean over all ranks has other rounding errors than a mean in one process.
+    assert [*two.values()] == pytest.approx([*one.values()], rel=1e-12)
+
+
 def test_the_simulation_of_the_gallery_goes_on_on_another_number_of_ranks(
     tmp_path: Path,
 ) -> None:
@@ -148,12 +178,19 @@ def test_a_simulation_of_a_tutorial_goes_on_where_it_ended(tmp_path: Path) -> No
 
 def test_pages_show_what_the_commands_printed() -> None:
     pages = {p.stem for p in (DOCS / "gallery").glob("*.md")} - {"index"}
-    examples = _gallery().EXAMPLES_OF_PAGES
-    assert pages == set(examples) == {*SMALL, "embeddings"}
+    gallery = _gallery()
+    examples = gallery.EXAMPLES_OF_PAGES
+    assert set(examples) == {*SMALL, "embeddings"}
+    assert pages == {*examples, *THIRD_PARTY}
+    for name in THIRD_PARTY:
+        text = (DOCS / "gallery" / f"{name}.txt").read_text()
+        one, two = gallery.values_of(text).values()
+        assert [*two.values()] == pytest.approx([*one.values()], rel=1e-12)
     for name, example in examples.items():
         text = (DOCS / "gallery" / f"{name}.txt").read_text()
         shown = [line[2:] for line in text.splitlines() if line.startswith("$ ")]
         assert shown == list(example.commands), f"run docs/gallery/make.py {name}"
+    for name in pages:
         for kind in ("txt", "png"):
             size = (DOCS / "gallery" / f"{name}.{kind}").stat().st_size
             assert 100 < size < LARGEST_BYTES, f"{name}.{kind}"
