@@ -10,23 +10,19 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hpcstrat.checkpoint import CheckpointManager
-from hpcstrat.cluster_resolver import batch_job_from_environment
+from hpcstrat.elastic.preemption.notices import (
+    EXIT_STATUS,
+    Notices,
+    first_save_seconds,
+    margin_seconds,
+    requeue,
+)
 from hpcstrat.elastic.preemption.preemption_watch import PreemptionWatch
 from hpcstrat.elastic.preemption.termination import TerminationConfig
-from hpcstrat.engine.logs import get_logger
 
 __all__ = ["PreemptionCheckpointHandler"]
 
-_EXIT_STATUS = 42
 _NAME = "preemption"
-# Until a save or restore has been timed, a save is estimated to take 5 s plus its bytes
-# at 50 MB/s, the speed of a slow shared disk. The speed is divided by 3, because the
-# state that optimizers have not yet created can triple the bytes.
-_FIRST_SAVE_SECONDS = 5.0
-_FIRST_BYTES_PER_SECOND = 50e6 / 3
-_LEAST_MARGIN_SECONDS = 10.0
-# Factor for the time of the last save, because other jobs may slow down the disk.
-_MARGIN = 3.0
 
 
 class _Calls:
@@ -108,8 +104,6 @@ class PreemptionCheckpointHandler:
     ) -> None:
         self._config = config = termination_config or TerminationConfig()
         self._calls = _Calls()
-        # Reason of a notice, if the strategy has no channel (one replica).
-        self._notice = ""
         # True if there was a notice at the end of the last step; equal on all ranks.
         self._due = False
         # True after the first save of a grace period, while the training continues.
@@ -117,23 +111,25 @@ class PreemptionCheckpointHandler:
         # Seconds of the longest save so far; ``_guess`` is used before the first save.
         self._longest_save = self._guess = 0.0
         self._manager = _manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
-        self._channel = self._manager.collectives.channel
+        self._notices = Notices(self._manager.collectives.channel)
         # Most calls of replicas of several ranks are calls of some ranks, whose headers
         # do not notify all ranks: one more call of all ranks in each step does.
         self._tells_all = self._manager._strategy.inside.size > 1
         # Discard notices that all ranks received while an earlier handler existed.
-        self._forget()
+        self._notices.forget()
         try:
             self._manager._add_optional(_NAME, self._calls)
             self._watch = PreemptionWatch(
-                config, self._tell, self._save_seconds, asks=self._is_first
+                config,
+                self._notices.tell,
+                self._save_seconds,
+                asks=self._notices.is_first,
             )
         except Exception as error:
             what = f"creation of a {type(self).__name__}"
             self._manager.collectives.fail(what, error)
             raise
-        nbytes = self._manager._nbytes()
-        self._guess = _FIRST_SAVE_SECONDS + nbytes / _FIRST_BYTES_PER_SECOND
+        self._guess = first_save_seconds(self._manager._nbytes())
         try:
             self._manager.restore_or_initialize()
         except BaseException:
@@ -235,56 +231,24 @@ class PreemptionCheckpointHandler:
         """
         self._watch.close()
 
-    @property
-    def _is_first(self) -> bool:
-        channel = self._channel
-        return channel is None or bool(channel.topology.replica_id == 0)
-
-    def _tell(self, reason: str) -> None:
-        # Do no more than assign, because a signal handler or a thread calls this.
-        if self._channel is None:
-            self._notice = reason
-        else:
-            self._channel.notice = reason
-
-    def _told(self) -> dict[int, str]:
-        if self._channel is None:
-            return {0: self._notice} if self._notice else {}
-        told: dict[int, str] = self._channel.noticed
-        return told
-
     def _learn(self) -> None:
         """Learn at the end of a step whether any rank has had a notice."""
         if self._tells_all:
             self._manager.collectives.barrier("PreemptionCheckpointHandler")
-        self._due = bool(self._told())
-
-    def _forget(self) -> None:
-        self._due, self._notice = False, ""
-        if self._channel is not None:
-            self._channel.noticed = {}
+        self._due = bool(self._notices.told())
 
     def _save_seconds(self) -> float:
         """Return how many seconds before the job's end a save must begin."""
         last = self._manager.last_save
         if last is not None:
             self._longest_save = max(self._longest_save, last.total_seconds)
-        known = self._longest_save or self._guess
-        return max(_MARGIN * known, known + _LEAST_MARGIN_SECONDS)
+        return margin_seconds(self._longest_save or self._guess)
 
     def _act(self, *args: Any, **kwargs: Any) -> None:
         """Save, and then exit, or begin the grace period if there is one."""
-        told = self._told()
-        self._forget()
-        first = self._is_first
-        if first:
-            who = "rank" if self._tells_all else "replica"
-            words = "; ".join(f"{who} {r}: {why}" for r, why in sorted(told.items()))
-            get_logger("preemption").warning(
-                "the job is about to end (%s); saving after %d steps",
-                words,
-                self.total_run_calls,
-            )
+        self._notices.log(self.total_run_calls)
+        self._notices.forget()
+        self._due = False
         began = time.monotonic()
         if self._config.save_fn is not None:
             self._config.save_fn(*args, **kwargs)
@@ -297,10 +261,10 @@ class PreemptionCheckpointHandler:
             self._in_grace = True
             self._watch.be_done_in(self._config.grace_period)
             return
-        if self._config.requeue and first:
-            _requeue()
+        if self._config.requeue and self._notices.is_first:
+            requeue()
         if self._config.exit_fn is None:
-            sys.exit(_EXIT_STATUS)
+            sys.exit(EXIT_STATUS)
         self._config.exit_fn()
 
     def __repr__(self) -> str:
@@ -317,18 +281,3 @@ def _manager_of(given: Any, directory: Any) -> CheckpointManager:
         "expected a CheckpointManager, or a mapping of objects and a checkpoint_dir, "
         f"found {type(given).__name__} and {beside}; pass one of the two"
     )
-
-
-def _requeue() -> None:
-    """Ask the scheduler to start this job again."""
-    job = batch_job_from_environment()
-    if job is None:
-        get_logger("preemption").warning(
-            "expected a job of a scheduler to requeue, found none; start it again by "
-            "hand"
-        )
-        return
-    try:
-        job.requeue()
-    except RuntimeError as error:
-        get_logger("preemption").warning("everything is saved, but %s", error)
