@@ -172,11 +172,11 @@ class RowCosts:
         if isinstance(self._given, MeasuredCosts):
             self._given.fit(strategy)
 
-    def times(self, strategy: Replicas) -> StepTimes | None:
+    def times(self) -> StepTimes | None:
         """Return an object that measures steps, or None if none are to be measured."""
         given = self._given
         measures = isinstance(given, MeasuredCosts)
-        return StepTimes(given, strategy) if measures else None
+        return StepTimes(given) if measures else None
 
     # Values
 

@@ -175,7 +175,7 @@ class _Batches(Iterator[Tree]):
         # has left the CPU's caches during a step, has less to do.
         self._read = partial(_read_own, stage, strategy, placer)
         costs = stage.costs
-        self._times = None if costs is None else costs.times(strategy)
+        self._times = None if costs is None else costs.times()
         if ahead > 0:
             self._reader = read_batches_ahead(
                 stage, self._read, ahead, epoch=place.epoch, position=self._start

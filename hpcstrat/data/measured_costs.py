@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.engine.arrays.kinds import as_array, to_host
+from hpcstrat.engine.observe.arrivals import Arrivals
 from hpcstrat.engine.typing import Array, Replicas
 
 __all__ = ["MeasuredCosts", "StepTimes"]
@@ -122,25 +123,25 @@ def _fitted(products: Array, before: Array) -> Array:
 class StepTimes:
     """Measures the times of this rank's steps, from one batch to the next.
 
-    The time that this rank waits for other ranks, or for their data, does not count.
+    The time that this rank waits for other ranks, or for their data, does not count, in
+    whatever channel of hpcstrat it waits.
     """
 
-    def __init__(self, costs: MeasuredCosts, strategy: Replicas) -> None:
-        self._costs, self._strategy = costs, strategy
+    def __init__(self, costs: MeasuredCosts) -> None:
+        self._costs = costs
         self._begun: tuple[Array, float] | None = None
 
     def begin(self, numbers: Array) -> None:
         """Begin a step with rows of these numbers."""
-        self._begun = numbers, self._own_seconds()
+        self._begun = numbers, _own_seconds()
 
     def end(self) -> None:
         """End the step that was begun, if one was."""
         if self._begun is not None:
             numbers, start = self._begun
             self._begun = None
-            self._costs.add(numbers, self._own_seconds() - start)
+            self._costs.add(numbers, _own_seconds() - start)
 
-    def _own_seconds(self) -> float:
-        channel = self._strategy.collectives.channel
-        waited = 0.0 if channel is None else channel.arrivals.waited_seconds
-        return time.perf_counter() - waited
+
+def _own_seconds() -> float:
+    return time.perf_counter() - Arrivals.process_seconds

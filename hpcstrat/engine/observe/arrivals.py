@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from hpcstrat.engine.observe.arrival_report import (
     BINS,
@@ -58,6 +58,10 @@ class Arrivals:
     ``count`` is a function that returns the number of collective calls so far.
     """
 
+    # Seconds that this process has waited in all channels, also those of process groups
+    # of torch.distributed.
+    process_seconds: ClassVar[float] = 0.0
+
     def __init__(self, topology: Topology, comm: Any, count: Callable[[], int]) -> None:
         self.comm = comm
         self.topology = topology
@@ -96,18 +100,16 @@ class Arrivals:
         """Add a wait that has ended; ``late`` has the ranks that arrived last."""
         self._waiting, seconds = None, time.perf_counter() - start
         self._header.add(seconds, call)
+        Arrivals.process_seconds += seconds
         if self._knows:
             for replica in late:
                 self._awaited[replica] += seconds / len(late)
 
     def count_data(self, start: float, call: str) -> None:
         """Add a wait for data that began at ``start`` (``time.perf_counter``)."""
-        self._data.add(time.perf_counter() - start, call)
-
-    @property
-    def waited_seconds(self) -> float:
-        """Time that this rank has waited for other ranks, and for their data."""
-        return self._header.seconds + self._data.seconds
+        seconds = time.perf_counter() - start
+        self._data.add(seconds, call)
+        Arrivals.process_seconds += seconds
 
     def own(self) -> ReplicaArrivals:
         """Return this replica's wait statistics, including a wait in progress."""

@@ -127,6 +127,13 @@ class GlobalBatchSampler(Sampler[list[int]]):
         # True if the program has received a part of the latest iteration's batches.
         self._is_begun = False
         self._is_known = True
+        # True while a loader of `loader` calls ``iter(sampler)``: it calls `took`.
+        self.is_reported = False
+
+    @property
+    def has_length(self) -> bool:
+        """Whether the number of global batches is known; for the library's modules."""
+        return self._costs is None or self._costs.max_cost is None
 
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""
@@ -148,24 +155,44 @@ class GlobalBatchSampler(Sampler[list[int]]):
         """
         self._epoch, self._position, self._is_begun = int(value), 0, False
 
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration start an epoch; do nothing if it is the current one.
+
+        Not collective: call it on every replica. The Trainer of Lightning and other
+        programs for ``DistributedSampler`` call this method before each epoch. A
+        position that was restored is kept if it is of this epoch.
+
+        Parameters
+        ----------
+        epoch : int
+            Number of the epoch, from 0.
+        """
+        if epoch != self._epoch:
+            self.epoch = epoch
+
+    @property
+    def sampler(self) -> GlobalBatchSampler:
+        """The sampler itself, as Lightning looks here for `set_epoch`."""
+        return self
+
     def __iter__(self) -> Iterator[list[int]]:
         """Begin an epoch, or continue with an epoch that was restored."""
-        loader = _loader_of(sys._getframe(1))
+        counts = not self.is_reported
+        loader = _loader_of(sys._getframe(1)) if counts else None
         if self._is_begun:
             # The program left the epoch early, or a loader calls `iter` a second time.
             self.ended()
-        counts = not isinstance(loader, _Loader)
         rows, strategy = self._rows, self.distribute_strategy
         if loader is not None and loader.collate_fn is default_collate:
             self._require_rows()
-        self._is_known = not (counts and loader is not None and loader.num_workers)
+        self._is_known = not (loader is not None and loader.num_workers)
         # Replicas compare this text, which contains all that determines their rows.
         if self._costs is not None:
             if not self._is_agreed:
                 self._costs.agree(strategy)
                 self._is_agreed = True
             self._costs.update(strategy)
-            self._times = self._costs.times(strategy)
+            self._times = self._costs.times()
         strategy.collectives.barrier(
             f"iteration over {rows.describe()}, epoch {self._epoch} from row "
             f"{self._position}"
@@ -353,19 +380,62 @@ class _Seeded(torch.Generator):
 class _Loader(DataLoader[Any]):
     """A loader that reports to its sampler which batches the program has received."""
 
+    # The state before the latest batch, if the program has requested this batch early.
+    _before: dict[str, int] | None = None
+
+    @property
+    def _sampler_of_rows(self) -> GlobalBatchSampler:
+        """The sampler, also if Lightning has wrapped it to record the rows."""
+        sampler: Any = self.batch_sampler
+        return getattr(sampler, "_batch_sampler", sampler)
+
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch, and return an iterator over its batches."""
-        sampler: Any = self.batch_sampler
+        caller = sys._getframe(1).f_globals["__name__"]
+        if not caller.endswith(".utilities.combined_loader"):
+            return self._told(self._begin())
+        # Lightning calls `iter` before it calls `set_epoch`.
+        return self._told(None)
+
+    def _begin(self) -> Iterator[Any]:
+        sampler = self._sampler_of_rows
         if isinstance(self.generator, _Seeded):
             self.generator.manual_seed((torch.initial_seed() + sampler.epoch) % 2**63)
-        return self._told(sampler, super().__iter__())
+        sampler.is_reported = True
+        try:
+            return super().__iter__()
+        finally:
+            sampler.is_reported = False
 
-    @staticmethod
-    def _told(sampler: GlobalBatchSampler, batches: Iterator[Any]) -> Iterator[Any]:
+    def _told(self, batches: Iterator[Any] | None) -> Iterator[Any]:
+        """Count the batches; without ``batches``, begin when Lightning requests one."""
+        sampler, of_lightning = self._sampler_of_rows, batches is None
+        # Lightning requests each batch of a loader without a length one step early, to
+        # recognize the last batch.
+        early = of_lightning and not sampler.has_length
+        batches = self._begin() if batches is None else batches
+        epoch = sampler.epoch
         for batch in batches:
+            self._before = sampler.state() if early else None
             sampler.took()
             yield batch
+            if of_lightning and sampler.epoch != epoch:
+                raise ValueError(
+                    f"expected to continue with epoch {sampler.epoch}, found a batch "
+                    f"of epoch {epoch}, which Lightning has requested early, because "
+                    "it ignores the position in a checkpoint of a whole epoch; set "
+                    f"sampler.epoch = {sampler.epoch} before fit, or leave out max_cost"
+                )
+        self._before = None
         sampler.ended()
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position, which Lightning's checkpoints then contain."""
+        return self._before or self._sampler_of_rows.state()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Make the next iteration continue from a position of `state_dict`."""
+        self._sampler_of_rows.restore_state(state)
 
 
 class _Collate:

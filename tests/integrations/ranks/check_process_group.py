@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from torch import nn
 
 import hpcstrat as hs
 import hpcstrat.integrations.torch
+from hpcstrat.data.measured_costs import StepTimes
 from hpcstrat.engine.algorithms.mapped_memory import MappedMemory
 from hpcstrat.integrations.torch import at_import
 from hpcstrat.integrations.torch.shared_storages import share_storage
@@ -556,3 +559,21 @@ def test_what_cannot_be_says_so(job: Any) -> None:
     own = torch.ones(1)
     dist.all_reduce(own)
     assert own == job.size
+
+
+def test_a_wait_in_the_group_does_not_count_as_the_time_of_a_step(job: Any) -> None:
+    """Ranks under DDP wait for each other in the group, not in the strategy."""
+    arrivals = dist.group.WORLD.collectives.channel.arrivals
+    costs = hs.data.MeasuredCosts([1.0, 2.0])
+    times, whole = StepTimes(costs), torch.ones(700, 700)
+    for _ in range(5):
+        report, start = arrivals.own(), time.perf_counter()
+        before = report.waited_seconds + report.data_seconds
+        times.begin(np.array([0]))
+        if job.rank == 0:
+            whole @ whole
+        dist.all_reduce(torch.ones(3))
+        times.end()
+        elapsed, report = time.perf_counter() - start, arrivals.own()
+        waited = report.waited_seconds + report.data_seconds - before
+        assert costs._steps[-1][1] <= elapsed - waited + 1e-6
