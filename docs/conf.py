@@ -38,7 +38,7 @@ myst_heading_anchors = 3
 nitpicky = False
 # Pages show what is there for other libraries where these are not installed, too.
 autodoc_mock_imports = [
-    name for name in ("jax", "keras", "torch") if find_spec(name) is None
+    name for name in ("jax", "keras", "lightning", "torch") if find_spec(name) is None
 ]
 # Keras imports TensorFlow, unless this variable names another backend.
 _backends = [name for name in ("tensorflow", "torch", "jax") if find_spec(name)]
