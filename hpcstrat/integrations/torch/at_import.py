@@ -55,4 +55,7 @@ if not hasattr(dist.Backend, BACKEND.upper()):
     dist.Backend.register_backend(
         BACKEND, _create, extended_api=True, devices=["cpu", "cuda"]
     )
+# From torch 2.15 on, torch attaches a recorder in C++ to each group, which fails for
+# groups that are made in Python, unless their backend is in this set.
+getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(BACKEND)
 use_for_env()
