@@ -18,6 +18,7 @@ from typing import Any
 import click
 import numpy as np
 
+from hpcstrat._launchers import LAUNCHER_PROGRAMS
 from hpcstrat.engine.settings import Settings
 from hpcstrat.engine.topology.process_stat import PARENT, START, process_stat
 from hpcstrat.errors import HpcstratError
@@ -25,22 +26,6 @@ from hpcstrat.tools.terminal import add_row, new_console, new_table
 
 __all__ = ["show_start_times"]
 
-# Names of launchers' processes, of at most 15 characters as the kernel has them.
-_LAUNCHERS = {
-    "flux-shell",
-    "hydra_bstrap_pr",
-    "hydra_pmi_proxy",
-    "mpiexec",
-    "mpiexec.hydra",
-    "mpirun",
-    "orted",
-    "orterun",
-    "palsd",
-    "prted",
-    "prterun",
-    "slurmstepd",
-    "srun",
-}
 _BATCH = 32
 
 
@@ -71,7 +56,7 @@ def launcher_started_at(pid: int, proc: str = "/proc") -> float:
     while pid > 1:
         try:
             name, fields = process_stat(pid, proc)
-            if name in _LAUNCHERS:
+            if name in LAUNCHER_PROGRAMS:
                 found = started_at(pid, proc)
         except OSError:
             break

@@ -184,7 +184,8 @@ def test_logs_go_where_there_is_a_folder(project: Path) -> None:
 
 
 def test_every_script_is_submitted_to_a_real_slurm() -> None:
-    source = (ROOT / "tests/cluster/test_jobs.py").read_text()
+    modules = [ROOT / f"tests/cluster/{name}.py" for name in ("test_jobs", "watched")]
+    source = "".join(module.read_text() for module in modules)
     assert [path.name for path in SCRIPTS if f'"{path.name}"' not in source] == []
 
 

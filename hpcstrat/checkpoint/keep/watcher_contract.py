@@ -14,7 +14,7 @@ from typing import Any
 
 from hpcstrat.errors import CheckpointError
 
-__all__ = ["Watcher", "require_newest_generation", "tell_watcher", "watcher"]
+__all__ = ["WatcherSettings", "require_newest_generation", "tell_watcher", "watcher"]
 
 _NAMES = ("FOLDER", "RUN", "GENERATION", "MEMORY", "SOCKET")
 # A watcher that does not answer must not delay each save.
@@ -22,7 +22,7 @@ _SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Watcher:
+class WatcherSettings:
     """The watcher's settings; empty, and generation 0, without a watcher.
 
     ``folder`` is shared by all nodes and has the claims of generations. ``run`` is the
@@ -37,13 +37,13 @@ class Watcher:
     socket: str = ""
 
 
-def watcher() -> Watcher:
+def watcher() -> WatcherSettings:
     """Return the settings of this node's watcher, from the environment."""
     folder, run, generation, memory, path = (
         os.environ.get(f"HPCSTRAT_WATCH_{name}", "") for name in _NAMES
     )
     number = int(generation) if generation.isdecimal() else 0
-    return Watcher(folder, run, number, memory, path)
+    return WatcherSettings(folder, run, number, memory, path)
 
 
 def require_newest_generation(doing: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from hpcstrat.checkpoint.file.commit_record import Blocks, Vouched
 from hpcstrat.checkpoint.file.image import Image
 from hpcstrat.checkpoint.file.reader import CheckpointFile
-from hpcstrat.checkpoint.node_memory.slot_files import Key, NodeFolder, Record
+from hpcstrat.checkpoint.node_memory.slot_files import Key, Record, SnapshotFolder
 from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.errors import CorruptCheckpointError
@@ -51,7 +51,7 @@ class HeldSnapshot:
 
 
 def find_newest(
-    folder: NodeFolder,
+    folder: SnapshotFolder,
     ranks: Replicas,
     nodes: Sequence[int],
     passed_over: set[bytes],

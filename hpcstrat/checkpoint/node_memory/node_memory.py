@@ -26,9 +26,9 @@ from hpcstrat.checkpoint.keep.watcher_contract import (
 from hpcstrat.checkpoint.node_memory.held_blocks import HeldSnapshot, find_newest
 from hpcstrat.checkpoint.node_memory.slot_files import (
     NUM_SLOTS,
-    NodeFolder,
     Record,
     SlotMap,
+    SnapshotFolder,
 )
 from hpcstrat.checkpoint.node_memory.snapshot_blocks import (
     SnapshotDivision,
@@ -63,7 +63,7 @@ class NodeMemory:
 
     def __init__(self, ranks: Replicas, directory: str) -> None:
         self._ranks, self._skeletons = ranks, SkeletonCache()
-        self._folder = NodeFolder(directory)
+        self._folder = SnapshotFolder(directory)
         self._plan: FileLayout | None = None
         self._maps: dict[int, SlotMap] = {}
         self._division: SnapshotDivision

@@ -38,9 +38,9 @@ from hpcstrat.engine.typing import Array
 __all__ = [
     "NUM_SLOTS",
     "Key",
-    "NodeFolder",
     "Record",
     "SlotMap",
+    "SnapshotFolder",
 ]
 
 NUM_SLOTS = 2
@@ -121,7 +121,7 @@ class Record:
         return CheckpointFile(path, header, vouched, extents)
 
 
-class NodeFolder:
+class SnapshotFolder:
     """This node's folder of snapshots of the checkpoint folder ``directory``."""
 
     def __init__(self, directory: str) -> None:

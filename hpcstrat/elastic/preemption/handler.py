@@ -111,10 +111,11 @@ class PreemptionCheckpointHandler:
         # Seconds of the longest save so far; ``_guess`` is used before the first save.
         self._longest_save = self._guess = 0.0
         self._manager = _manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
-        self._notices = Notices(self._manager.collectives.channel)
         # Most calls of replicas of several ranks are calls of some ranks, whose headers
         # do not notify all ranks: one more call of all ranks in each step does.
         self._tells_all = self._manager._strategy.inside.size > 1
+        who = "rank" if self._tells_all else "replica"
+        self._notices = Notices(self._manager.collectives.channel, who)
         # Discard notices that all ranks received while an earlier handler existed.
         self._notices.forget()
         try:

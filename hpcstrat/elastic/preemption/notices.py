@@ -32,11 +32,11 @@ class Notices:
     """Notices of all ranks, which travel in the headers of a channel's calls.
 
     After each call of the channel, all ranks know the same notices. The channel is None
-    for one replica.
+    for one replica. ``who`` says in the log whom the channel connects.
     """
 
-    def __init__(self, channel: Any) -> None:
-        self._channel = channel
+    def __init__(self, channel: Any, who: str = "replica") -> None:
+        self._channel, self._who = channel, who
         self._own = ""
 
     @property
@@ -72,7 +72,7 @@ class Notices:
             told = sorted(self.told().items())
             get_logger("preemption").warning(
                 "the job is about to end (%s); saving after %d steps",
-                "; ".join(f"replica {r}: {why}" for r, why in told),
+                "; ".join(f"{self._who} {r}: {why}" for r, why in told),
                 num_steps,
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -214,8 +215,11 @@ def test_missing_packages_leave_the_other_way_or_an_error(
     path = tmp_path / "x.h5"
     with h5py.File(path, "w") as file:
         file.create_dataset("x", data=np.ones(100), chunks=(10,), **hdf5plugin.Zstd())
+    # Other tests of this process may have loaded a package that sets the path.
+    env = {k: v for k, v in os.environ.items() if k != "HDF5_PLUGIN_PATH"}
     done = subprocess.run(
         [sys.executable, "-c", READING, str(path), missing],
+        env=env,
         capture_output=True,
         text=True,
         check=False,
