@@ -57,5 +57,8 @@ if not hasattr(dist.Backend, BACKEND.upper()):
     )
 # From torch 2.15 on, torch attaches a recorder in C++ to each group, which fails for
 # groups that are made in Python, unless their backend is in this set.
-getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(BACKEND)
+recording: set[str] | None
+recording = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+if recording is not None:
+    recording.add(BACKEND)
 use_for_env()
