@@ -18,15 +18,10 @@ _WHAT = "batch normalization"
 
 
 class _Home:
-    """Refers to the strategy of a layer and of its copies; omitted in saved files.
+    """Refers to the strategy of a layer and of its copies; omitted in saved files."""
 
-    ``divided``: the ranks of a replica have other values, parts of a field.
-    """
-
-    def __init__(
-        self, strategy: Strategy | None = None, *, divided: bool = False
-    ) -> None:
-        self.strategy, self.divided = strategy, divided
+    def __init__(self, strategy: Strategy | None = None) -> None:
+        self.strategy = strategy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Home:
         return self
@@ -47,6 +42,8 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     _home = _Home()
+    # True if the ranks of a replica have other values, parts of a field.
+    _divided = False
 
     @classmethod
     def convert(
@@ -92,17 +89,18 @@ class SyncBatchNorm(_BatchNorm):
                 "expected one replica on each rank for the normalization of divided "
                 "fields, found logical replicas; leave out logical_replicas"
             )
-        home = _Home(strategy, divided=divided)
+        home = _Home(strategy)
         if isinstance(module, _BatchNorm):
-            return cls._instead(module, home)
+            return cls._instead(module, home, divided=divided)
         for owner in list(module.modules()):
             for name, child in list(owner.named_children()):
                 if isinstance(child, _BatchNorm):
-                    setattr(owner, name, cls._instead(child, home))
+                    made = cls._instead(child, home, divided=divided)
+                    setattr(owner, name, made)
         return module
 
     @classmethod
-    def _instead(cls, layer: Any, home: _Home) -> Any:
+    def _instead(cls, layer: Any, home: _Home, *, divided: bool) -> Any:
         if isinstance(layer, torch.nn.modules.lazy.LazyModuleMixin):
             raise ValueError(
                 f"expected layers whose size is known, found {type(layer).__name__}; "
@@ -113,7 +111,7 @@ class SyncBatchNorm(_BatchNorm):
         # Keep the old layer's tensors, because optimizers, and layers that share its
         # weights, refer to these tensors.
         made._parameters, made._buffers = layer._parameters, layer._buffers
-        made.training, made._home = layer.training, home
+        made.training, made._home, made._divided = layer.training, home, divided
         return made
 
     def _check_input_dim(self, values: Any) -> None:
@@ -133,7 +131,7 @@ class SyncBatchNorm(_BatchNorm):
                 "expected a SyncBatchNorm with a strategy, found one that was loaded "
                 "from a file; call SyncBatchNorm.convert(module, strategy) again"
             )
-        return normalize(self, values, strategy, divided=self._home.divided)
+        return normalize(self, values, strategy, divided=self._divided)
 
 
 def normalize(

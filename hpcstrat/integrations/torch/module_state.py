@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from hpcstrat.checkpoint.agreement import of_all_groups
@@ -178,7 +177,8 @@ class _OptimizerSlots:
         if divided is not None and value.shape == divided.whole_shape:
             inside = divided.distribute_strategy.inside
             value = value[inside.region(divided.whole_shape, divided.split)]
-        tensor = as_tensor(np.ascontiguousarray(value).copy())
+        # A copy of a part in the order of its elements.
+        tensor = as_tensor(value.copy("C"))
         # As in torch, step counts are on the host, unless the optimizer needs them on
         # the GPU.
         if kind != "step" or group.get("capturable") or group.get("fused"):
