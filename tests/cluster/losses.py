@@ -100,7 +100,10 @@ class Episode:
 
     def processes_of(self, kind: str) -> list[int]:
         """Return the processes that a loss kills."""
-        ranks, launchers = sorted(self.run.ranks()), self.run.launchers()
+        # Ranks of older generations are on nodes that are frozen or cut off.
+        old = {pid for node in self.gone for pid in self.processes_on(node)}
+        ranks = sorted(set(self.run.ranks()) - old)
+        launchers = [pid for pid in self.run.launchers() if pid not in old]
         return {
             "rank": self.random.sample(ranks, min(1, len(ranks))),
             "all ranks": ranks,
@@ -129,9 +132,14 @@ class Episode:
 
     def kill_watcher(self, node: str) -> None:
         """Kill the watcher of a node, and nothing else."""
-        pids = (self.hosts.folder / f"groups/{node}/cgroup.procs").read_text().split()
         found = self.hosts.processes()
-        self.kill(*(int(p) for p in pids if "hpcstrat watch" in found.get(int(p), "")))
+        pids = self.processes_on(node)
+        self.kill(*(pid for pid in pids if "hpcstrat watch" in found.get(pid, "")))
+
+    def processes_on(self, node: str) -> list[int]:
+        """Return the processes of a node."""
+        group = self.hosts.folder / f"groups/{node}/cgroup.procs"
+        return [int(pid) for pid in group.read_text().split()]
 
     def wait_for_claim_after(self, number: int) -> dict[str, Any]:
         """Wait for a newer generation, and for a random part of its start."""
