@@ -12,18 +12,15 @@ from types import TracebackType
 from typing import Any, Literal, Self, SupportsFloat, overload
 
 from hpcstrat.checkpoint.agreement import (
-    among_some_ranks,
     compare_copies,
     on_rank_0,
     require_one_writer,
-    require_same_state,
     strategy_of,
 )
 from hpcstrat.checkpoint.checkpoint_options import CheckpointOptions
 from hpcstrat.checkpoint.due_saves import DueSaves
 from hpcstrat.checkpoint.file.image import ImageMemory
 from hpcstrat.checkpoint.file.schema import (
-    Header,
     checkpoint_name,
     list_checkpoints,
     step_of,
@@ -43,8 +40,8 @@ from hpcstrat.checkpoint.outcomes import RestoreReport, SaveStatistics
 from hpcstrat.checkpoint.restore.restorer import Restorer
 from hpcstrat.checkpoint.save.pending_save import SaveOptions, checked_bandwidth
 from hpcstrat.checkpoint.save.saver import Saver
+from hpcstrat.checkpoint.save.state_reading import read_state
 from hpcstrat.engine.channel.entries import collective
-from hpcstrat.engine.observe.job_timeline import measure
 from hpcstrat.engine.observe.timeline import traced
 from hpcstrat.errors import CheckpointError
 from hpcstrat.safety import newest_checkpoint
@@ -332,7 +329,8 @@ class CheckpointManager:
             self.collectives.fail("save", error)
             raise
         kind = "asynchronous save" if asynchronous else "save"
-        header, values, variables = self._read(step, kind, numbers)
+        state = read_state(self._objects, self._strategy, step, kind, numbers)
+        header, values, variables = state
         # An asynchronous save compares only a part, because comparing takes long.
         turn = self._turn if asynchronous else None
         self._turn += asynchronous
@@ -352,46 +350,6 @@ class CheckpointManager:
         elif self._strategy.all_ranks.rank == 0:
             tell_watcher(progress=step)
         return path, step
-
-    def _read(
-        self, step: int, kind: str, metrics: dict[str, float]
-    ) -> tuple[Header, dict[str, Any], dict[str, Any]]:
-        """Return the header and values of all objects at a step, and the variables.
-
-        Collective over the strategy's replicas, which agree on everything.
-        """
-        strategy = self._strategy
-        try:
-            variables = self._objects.variables()
-            with among_some_ranks(strategy, "state of objects"):
-                iterators, python = self._objects.states()
-        except Exception as error:
-            # Notify the other ranks, which would wait in the next collective call.
-            self.collectives.fail(kind, error)
-            raise
-        require_same_state(self.collectives, python)
-        given = f"metrics {metrics} and " if metrics else ""
-        self.collectives.barrier(
-            f"{kind} of step {step} with {given}{self._objects.describe(variables)}"
-        )
-        # For a timeline, measure clock offsets (they drift), here just after a barrier.
-        channel = self.collectives.channel
-        measure(None if channel is None else channel.topology)
-        with among_some_ranks(strategy, f"reading of variables for a {kind}"):
-            values = self._objects.values(variables)
-        header = Header(
-            step,
-            strategy.num_replicas_in_sync,
-            self._objects.entries(variables, values),
-            iterators,
-            python,
-            metrics,
-            group_of=() if strategy.split is None else tuple(strategy.split.group_of),
-            ranks_per_replica=strategy.inside.size,
-        )
-        if strategy.logical:
-            header.math_threads = strategy.settings.math_threads or 1
-        return header, values, variables
 
     @traced("save_if_due", "checkpoint")
     @collective
@@ -458,8 +416,9 @@ class CheckpointManager:
 
     def _snapshot(self, step: int) -> None:
         """Copy all objects to the memory of the nodes."""
-        header, values, _ = self._read(step, "snapshot", {})
         assert self._node_memory is not None
+        state = read_state(self._objects, self._strategy, step, "snapshot", {})
+        header, values, _ = state
         self._node_memory.snapshot(header, values)
 
     @collective

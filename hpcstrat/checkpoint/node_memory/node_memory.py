@@ -53,6 +53,11 @@ class _Agreed:
     plan: FileLayout | None
 
 
+def _failure(error: Exception) -> str:
+    """Return what is reported of an error of one rank in a copy."""
+    return f"a copy failed: {type(error).__name__}: {error}"
+
+
 class NodeMemory:
     """Snapshots of one program's objects in the memory of the nodes of its ranks.
 
@@ -205,14 +210,17 @@ class NodeMemory:
         exchange = PartExchange(plan, self._ranks, what)
         with exchange.prepared():
             data: dict[str, Any] = dict(exchange.plan(values))
-        data |= {
-            path: value if is_elsewhere(value) else as_bytes(value)
-            for path, value in values.items()
-            if path not in data
-        }
-        data |= state_bytes(header, agreed.python)
         copied: dict[int, int] = {}
         problem = ""
+        try:
+            data |= {
+                path: value if is_elsewhere(value) else as_bytes(value)
+                for path, value in values.items()
+                if path not in data
+            }
+            data |= state_bytes(header, agreed.python)
+        except Exception as error:
+            problem = _failure(error)
 
         def copy(blocks: Any) -> str:
             try:
@@ -220,7 +228,7 @@ class NodeMemory:
                     target = place.block(block)
                     copied[block] = copy_block(target, plan, block, data)
             except Exception as error:
-                return f"a copy failed: {type(error).__name__}: {error}"
+                return _failure(error)
             return ""
 
         # All ranks make all rounds, even after an error.

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
+from hpcstrat.checkpoint.node_memory import node_memory
 from hpcstrat.checkpoint.node_memory.node_memory import NodeMemory
 from hpcstrat.checkpoint.node_memory.slot_files import NUM_SLOTS, Record
 from hpcstrat.errors import CheckpointError, CheckpointMismatchError
@@ -293,6 +294,35 @@ def test_too_little_memory_leaves_saves_to_the_disk(
     program.check(2, job.size)
 
 
+def test_an_error_of_one_rank_leaves_no_other_waiting(
+    strategy: Any,
+    folder: Path,
+    nodes: Nodes,
+    job: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes.divide(job.size)
+    program = Program(strategy, 5, 4)
+    manager = _manager(folder, program)
+    program.go_to(1)
+    manager.save(1)
+
+    def no_memory(*_: Any) -> Any:
+        raise MemoryError("of 3 GiB")
+
+    if job.rank == job.size - 1:
+        monkeypatch.setattr(node_memory, "state_bytes", no_memory)
+    with warnings_of_checkpoints() as said:
+        for step in (2, 3):
+            program.go_to(step)
+            manager.save_if_due(step)
+    assert len(said) == (job.rank == 0)
+    assert all("a copy failed: MemoryError: of 3 GiB" in text for text in said)
+    program.go_to(0)
+    assert manager.restore() == 1
+    program.check(1, job.size)
+
+
 def test_folder_of_other_users_is_not_used(
     strategy: Any, folder: Path, nodes: Nodes, job: Any
 ) -> None:
@@ -353,7 +383,7 @@ def test_generation_comes_before_the_step(
     # A later run starts from the beginning, and so has smaller steps.
     manager = _manager(folder, program)
     program.go_to(2)
-    manager._node_memory.snapshot(*manager._read(2, "snapshot", {})[:2])
+    manager._snapshot(2)
     program.go_to(0)
     again = _manager(folder, program)
     assert again.restore() == 2
