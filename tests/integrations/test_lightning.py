@@ -15,7 +15,7 @@ from tests.mpi.rank_files import RankFiles, rank_files
 __all__ = ["rank_files"]
 
 RANKS = Path(__file__).parent / "ranks"
-PROGRAM = Path(__file__).parent / "programs" / "lightning_job.py"
+PROGRAM = "tests.integrations.programs.lightning_job"
 
 
 @pytest.mark.framework("torch", "lightning")
@@ -40,7 +40,7 @@ def test_a_killed_training_goes_on_with_other_ranks(tmp_path: Path) -> None:
             words = json.dumps({**options, "stop": stop})
             finished = testing.launch(
                 ranks,
-                [sys.executable, str(PROGRAM), str(where.parent), words, str(where)],
+                [sys.executable, "-m", PROGRAM, str(where.parent), words, str(where)],
                 timeout=180,
             )
             assert finished.returncode == (42 if stop else 0), finished.stderr

@@ -41,7 +41,7 @@ class Notices:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first rank."""
+        """True on the first rank."""
         channel = self._channel
         return channel is None or bool(channel.topology.replica_id == 0)
 

@@ -40,17 +40,17 @@ class NodePrograms:
 
     @property
     def has_launcher(self) -> bool:
-        """Whether the launcher of a generation runs on this node."""
+        """True if the launcher of a generation runs on this node."""
         return self._launcher is not None
 
     @property
     def has_ranks(self) -> bool:
-        """Whether ranks run on this node."""
+        """True if ranks run on this node."""
         return bool(self._ranks)
 
     @property
     def has_beside(self) -> bool:
-        """Whether programs run beside the ranks."""
+        """True if programs run beside the ranks."""
         return bool(self._beside)
 
     def start_launcher(

@@ -13,9 +13,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
-import lightning
 import numpy as np
 import torch
 from lightning.pytorch.plugins.environments import MPIEnvironment
@@ -25,66 +23,42 @@ import hpcstrat as hs
 import hpcstrat.integrations.lightning as hsl
 import hpcstrat.integrations.torch as hst
 from hpcstrat.engine.topology.topology import Topology
+from tests.integrations.programs.lightning_rows import (
+    NumberedRows,
+    RowsLearner,
+    quiet_trainer,
+)
 
 FOLDER, OPTIONS = Path(sys.argv[1]), json.loads(sys.argv[2])
 RANK, RANKS = Topology.world().rank, Topology.world().size
 
 
-class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """A row is its number and inputs that are computed from it."""
+class RowsWriter(RowsLearner):
+    """Writes the rows of each step into a file; sends itself SIGUSR1 if it must."""
 
-    def __len__(self) -> int:
-        return int(OPTIONS["rows"])
-
-    def __getitem__(self, row: int) -> Any:
-        return row, torch.sin(torch.arange(4.0) * (1 + row))
-
-
-class Net(lightning.LightningModule):  # type: ignore[misc]
-    """A linear model that writes down the rows of each batch."""
-
-    def __init__(self, strategy: Any) -> None:
-        super().__init__()
-        self.line = torch.nn.Linear(4, 1, bias=False, dtype=torch.float64)
-        torch.nn.init.ones_(self.line.weight)
-        self.strategy = strategy
-
-    def training_step(self, batch: Any, number: int) -> Any:
-        rows, x = batch
+    def saw(self, epoch: int, number: int, rows: list[int]) -> None:
         with open(Path(sys.argv[3], f"rank{RANK}"), "a", encoding="ascii") as file:
-            told = {"epoch": self.current_epoch, "rows": rows.tolist()}
-            print(json.dumps(told), file=file)
+            print(json.dumps({"epoch": epoch, "rows": rows}), file=file)
         if RANK == RANKS - 1 and self.global_step + 1 == OPTIONS["stop"]:
             os.kill(os.getpid(), signal.SIGUSR1)
-        loss = (self.line(x.double())[:, 0] - rows).square().sum()
-        return hst.global_mean(loss, len(rows), strategy=self.strategy)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), 0.1)
 
 
 def main() -> None:
     """Train, or continue to train."""
     torch.set_num_threads(1)
     strategy = hs.MultiWorkerMirroredStrategy()
-    net, saving = Net(strategy), hsl.PreemptionCheckpoint(FOLDER)
+    net, saving = RowsWriter(strategy), hsl.PreemptionCheckpoint(FOLDER)
     sampler = hst.GlobalBatchSampler(
-        Rows(), OPTIONS["batch"], strategy, shuffle=True, seed=3
+        NumberedRows(OPTIONS["rows"]), OPTIONS["batch"], strategy, shuffle=True, seed=3
     )
-    trainer = lightning.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        saving,
+        folder=FOLDER,
         devices=RANKS,
         strategy=DDPStrategy(
             process_group_backend="hpcstrat", cluster_environment=MPIEnvironment()
         ),
-        use_distributed_sampler=False,
         max_epochs=OPTIONS["epochs"],
-        callbacks=[saving],
-        default_root_dir=FOLDER,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(net, sampler.loader(), ckpt_path=saving.newest)
     if RANK == 0:

@@ -28,6 +28,11 @@ from lightning.pytorch.plugins.environments import MPIEnvironment  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 
 import hpcstrat.integrations.lightning as hsl  # noqa: E402
+from tests.integrations.programs.lightning_rows import (  # noqa: E402
+    NumberedRows,
+    RowsLearner,
+    quiet_trainer,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -39,43 +44,6 @@ def group() -> Iterator[None]:
     dist.init_process_group("hpcstrat")
     yield
     dist.destroy_process_group()
-
-
-class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """A row is its number and inputs that are computed from it."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, row: int) -> Any:
-        return row, torch.sin(torch.arange(4.0) * (1 + row))
-
-
-class Net(lightning.LightningModule):  # type: ignore[misc]
-    """A linear model that records the rows of each batch."""
-
-    def __init__(self, strategy: Any) -> None:
-        super().__init__()
-        self.line = torch.nn.Linear(4, 1, bias=False, dtype=torch.float64)
-        torch.nn.init.ones_(self.line.weight)
-        self.strategy = strategy
-        self.seen: list[tuple[int, int, list[int]]] = []
-
-    def training_step(self, batch: Any, number: int) -> Any:
-        rows, x = batch
-        self.seen.append((self.current_epoch, number, rows.tolist()))
-        loss = (self.line(x.double())[:, 0] - rows).square().sum()
-        return hst.global_mean(loss, len(rows), strategy=self.strategy)
-
-    def predict_step(self, batch: Any) -> Any:
-        rows, x = batch
-        return {"row": rows, "parts": (x[:, :2], rows.double() * 0.5)}
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), 0.1)
 
 
 class Stop(Exception):
@@ -100,21 +68,6 @@ class Stopper(lightning.Callback):  # type: ignore[misc]
     def _stop(self, trainer: Any) -> None:
         trainer.save_checkpoint(self.path)
         raise Stop
-
-
-def trainer_with(*callbacks: Any, folder: Any, **options: Any) -> Any:
-    """Return a quiet Trainer."""
-    return lightning.Trainer(
-        accelerator="cpu",
-        callbacks=list(callbacks),
-        default_root_dir=folder,
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
 
 
 def over_all(job: Any) -> dict[str, Any]:
@@ -150,7 +103,11 @@ def test_each_row_is_seen_once_after_a_stop(seed: int, folder: Any, job: Any) ->
     options = drawn_batches(draw, rows)
     # The batches of one process that is never stopped.
     alone = hst.GlobalBatchSampler(
-        Rows(rows), strategy=hs.get_strategy(), shuffle=True, seed=seed, **options
+        NumberedRows(rows),
+        strategy=hs.get_strategy(),
+        shuffle=True,
+        seed=seed,
+        **options,
     )
     expected = [list(map(sorted, alone)) for _ in range(epochs)]
     if "drop_remainder" not in options:
@@ -166,13 +123,17 @@ def test_each_row_is_seen_once_after_a_stop(seed: int, folder: Any, job: Any) ->
             comm = subset(range(count))
             with hs.MultiWorkerMirroredStrategy(comm=comm) as strategy:
                 sampler = hst.GlobalBatchSampler(
-                    Rows(rows), strategy=strategy, shuffle=True, seed=seed, **options
+                    NumberedRows(rows),
+                    strategy=strategy,
+                    shuffle=True,
+                    seed=seed,
+                    **options,
                 )
-                net = Net(strategy)
+                net = RowsLearner(strategy)
                 stopper = Stopper(
                     Path(folder, f"{job.rank}.ckpt"), batches, at_end=at_end
                 )
-                trainer = trainer_with(
+                trainer = quiet_trainer(
                     *([] if turn else [stopper]),
                     folder=folder,
                     devices=1,
@@ -200,15 +161,15 @@ def test_a_batch_of_another_epoch_is_refused(folder: Any, job: Any) -> None:
         for epoch in (None, None, 1):
             stopper = Stopper(path, 1, at_end=True)
             sampler = hst.GlobalBatchSampler(
-                Rows(9), None, strategy, costs=np.ones(9), max_cost=3
+                NumberedRows(9), None, strategy, costs=np.ones(9), max_cost=3
             )
             before = path if path.exists() else None
             if epoch is not None:
                 sampler.epoch = epoch
-            trainer = trainer_with(
+            trainer = quiet_trainer(
                 *([] if before else [stopper]), folder=folder, devices=1, max_epochs=2
             )
-            net = Net(strategy)
+            net = RowsLearner(strategy)
             error = outcome(trainer.fit, net, sampler.loader(), ckpt_path=before)
             if before is None:
                 assert isinstance(error, Stop)
@@ -225,7 +186,7 @@ def test_a_batch_of_another_epoch_is_refused(folder: Any, job: Any) -> None:
 def test_predictions_are_in_the_order_of_rows(seed: int, folder: Any, job: Any) -> None:
     draw = random.Random(seed)
     rows = draw.randint(1, 30)
-    data = Rows(rows)
+    data = NumberedRows(rows)
     if draw.random() < 0.5:
         loader: Any = torch.utils.data.DataLoader(data, draw.randint(1, rows))
     else:
@@ -235,8 +196,8 @@ def test_predictions_are_in_the_order_of_rows(seed: int, folder: Any, job: Any) 
         loader = hst.GlobalBatchSampler(data, strategy=strategy, **options).loader()
     path = Path(folder, "predicted.h5") if draw.random() < 0.3 else None
     ordered = hsl.OrderedPredictions(path)
-    trainer = trainer_with(ordered, folder=folder, **over_all(job))
-    trainer.predict(Net(None), loader, return_predictions=False)
+    trainer = quiet_trainer(ordered, folder=folder, **over_all(job))
+    trainer.predict(RowsLearner(None), loader, return_predictions=False)
     if path is None:
         found = ordered.predictions
         row, x, half = found["row"], *found["parts"]
@@ -252,10 +213,10 @@ def test_predictions_are_in_the_order_of_rows(seed: int, folder: Any, job: Any) 
 
 
 def test_predictions_of_other_shapes_are_refused(folder: Any, job: Any) -> None:
-    net = Net(None)
+    net = RowsLearner(None)
     net.predict_step = lambda batch: batch[1].sum()
-    loader = torch.utils.data.DataLoader(Rows(2 * job.size), 1)
-    trainer = trainer_with(hsl.OrderedPredictions(), folder=folder, **over_all(job))
+    loader = torch.utils.data.DataLoader(NumberedRows(2 * job.size), 1)
+    trainer = quiet_trainer(hsl.OrderedPredictions(), folder=folder, **over_all(job))
     error = outcome(trainer.predict, net, loader)
     assert isinstance(error, ValueError)
     assert "expected predictions of the 1 rows" in str(error)
@@ -276,10 +237,12 @@ def test_a_signal_to_one_rank_ends_all(seed: int, folder: Any, job: Any) -> None
     weights = []
     with hs.MultiWorkerMirroredStrategy() as strategy:
         for callbacks in ([], [Signals()], []):
-            net = Net(strategy)
+            net = RowsLearner(strategy)
             saving = hsl.PreemptionCheckpoint(folder)
-            sampler = hst.GlobalBatchSampler(Rows(rows), size, strategy, shuffle=True)
-            trainer = trainer_with(
+            sampler = hst.GlobalBatchSampler(
+                NumberedRows(rows), size, strategy, shuffle=True
+            )
+            trainer = quiet_trainer(
                 saving, *callbacks, folder=folder, max_epochs=2, **over_all(job)
             )
             before = signal.getsignal(signal.SIGUSR1)
