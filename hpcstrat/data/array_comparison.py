@@ -32,9 +32,9 @@ def arrays_among(values: Iterable[Any]) -> list[Array]:
 
 
 def compare_arrays(strategy: Replicas, words: str, arrays: Sequence[Array]) -> None:
-    """Warn on replica 0 if ranks have arrays with other values, in a sample of rows.
+    """Warn on rank 0 if ranks have arrays with other values, in a sample of rows.
 
-    Collective over the strategy's replicas, unless there are no arrays. ``words``
+    Collective over all ranks of the strategy, unless there are no arrays. ``words``
     describe the data set; ranks with other descriptions are refused elsewhere.
     """
     if not arrays:
@@ -44,12 +44,13 @@ def compare_arrays(strategy: Replicas, words: str, arrays: Sequence[Array]) -> N
         if array.ndim and has_plain_bytes(array):
             digest, _ = digest_of_rows(array, _MOST_BYTES, _MOST_ROWS)
             mark = xxh3_64_intdigest(digest.to_bytes(8, "little"), mark)
-    gathered = strategy.collectives.all_gather_object(
+    ranks = strategy.all_ranks
+    gathered = ranks.collectives.all_gather_object(
         (digest_of([words]), mark), "arrays of a data set"
     )
     marks = [found for _, found in gathered]
     is_one_kind = len({description for description, _ in gathered}) == 1
-    if strategy.replica_id or len(set(marks)) == 1 or not is_one_kind:
+    if ranks.rank or len(set(marks)) == 1 or not is_one_kind:
         return
     # The arrays that most ranks have count as right.
     right = max(set(marks), key=lambda found: (marks.count(found), found == marks[0]))

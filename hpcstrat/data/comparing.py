@@ -2,7 +2,9 @@
 
 Each worker cuts its replicas' pieces out of its own batch. If workers read batches in
 different orders, some rows are used twice, and other rows never. Therefore a hash of
-the batch is part of the message that workers exchange in every step anyway.
+the batch is part of the message that workers exchange in every step anyway. If replicas
+consist of several ranks, the ranks of a replica each read batches, and compare them in
+the same way, even if workers read different data.
 
 For fields of Python objects, only shapes and types are compared. The same holds for
 arrays on GPUs after an iteration's first batch, because a hash of their bytes would
@@ -28,8 +30,8 @@ __all__ = ["END", "Sighting", "digest", "explain_difference", "show"]
 END = 0
 """Digest of a replica whose data have ended, instead of the digest of a batch."""
 
-Sighting = tuple[int, int, int, str]
-"""A replica's batch: replica, worker, digest, and description of the batch."""
+Sighting = tuple[int, str, int, str]
+"""A batch that was read: replica, reader's name, digest, description of the batch."""
 
 _SHOWN_ARRAYS = 4
 _SHOWN_BATCHES = 3
@@ -96,7 +98,7 @@ def explain_difference(where: str, sightings: Sequence[Sighting]) -> CollectiveE
         groups.setdefault(sighting[2], []).append(sighting)
     told = []
     for mark, group in list(groups.items())[:_SHOWN_BATCHES]:
-        numbers = ", ".join(str(worker) for _, worker, _, _ in group[:_SHOWN_WORKERS])
+        numbers = ", ".join(worker for _, worker, _, _ in group[:_SHOWN_WORKERS])
         name = f"worker{'s' if len(group) > 1 else ''} {numbers}"
         name += ", ..." if len(group) > _SHOWN_WORKERS else ""
         told.append(f"{name}: {group[0][3]} (in all {mark:016x})")
@@ -104,13 +106,20 @@ def explain_difference(where: str, sightings: Sequence[Sighting]) -> CollectiveE
         told.append(f"{len(groups) - _SHOWN_BATCHES} other batches")
     # The batch that most workers have counts as right.
     most = max(groups.values(), key=len)
+    pairs = {(replica, mark) for replica, _, mark, _ in sightings}
+    if len(pairs) > len({replica for replica, _ in pairs}):
+        among, ways = "all ranks of a replica", "or use hpcstrat.Dataset"
+    else:
+        among = "every worker"
+        ways = (
+            "use hpcstrat.Dataset, let each worker read its own part with "
+            "distribute_datasets_from_function, or let one pipeline read for all "
+            "workers with InputOptions(single_pipeline=True)"
+        )
     return CollectiveError(
-        "expected the iterable to return the same batches on every worker, found in "
+        f"expected the iterable to return the same batches on {among}, found in "
         f"{where}, counted from 0, {' / '.join(told)}; seed the random numbers of the "
-        "iterable equally on every rank, use hpcstrat.Dataset, let each worker read "
-        "its own part with distribute_datasets_from_function, or let one pipeline read "
-        "for all workers with InputOptions(single_pipeline=True); if batches differ "
-        "only by rounding, on hosts of different kinds, use "
-        "InputOptions(compare_every=0)",
+        f"iterable equally on every rank, {ways}; if batches differ only by rounding, "
+        "on hosts of different kinds, use InputOptions(compare_every=0)",
         [sighting[0] for sighting in sightings if sighting not in most],
     )

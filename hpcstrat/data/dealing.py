@@ -86,7 +86,8 @@ class DealtDataset(ReducibleDataset):
         self._dataset = dataset
         self._place = place
         self._placer = Placer(strategy, options)
-        self._every = options.compare_every if place.num_workers > 1 else 0
+        several = place.num_workers > 1 or place.inside.size > 1
+        self._every = options.compare_every if several else 0
         self._num_iterations = 0
         self._steps: Steps | None = None
         # Ranks compare this text: ranks with other kinds of pipelines would deadlock.
@@ -141,6 +142,7 @@ class _DealtBatches(Iterator[Tree]):
         iteration: int,
         position: EpochPlace,
     ) -> None:
+        self._strategy = strategy
         # The decorator `collective` reads this attribute.
         self.collectives = strategy.collectives
         self._place = place
@@ -166,7 +168,7 @@ class _DealtBatches(Iterator[Tree]):
         collectives, step = self.collectives, None
         self._number += 1
         self._num_begun += 1
-        if self._place.num_replicas == 1:
+        if self._place.num_replicas == self._place.inside.size == 1:
             assert self._pipeline is not None
             parts = self._pipeline.pull()
             if parts is LAST:
@@ -231,9 +233,13 @@ class _DealtBatches(Iterator[Tree]):
         return outcome, parts
 
     def _difference(self) -> CollectiveError:
-        """Gather descriptions of all workers' batches; return the error to raise."""
+        """Gather descriptions of all workers' batches; return the error to raise.
+
+        Collective over all ranks of the strategy.
+        """
         mine = None if self._pipeline is None else self._pipeline.sighting()
-        found = self.collectives.all_gather_object(mine, "batches compared")
+        calls = self._strategy.all_ranks.collectives
+        found = calls.all_gather_object(mine, "batches compared")
         where = f"batch {self._number} of iteration {self._iteration}"
         return explain_difference(where, [one for one in found if one is not None])
 

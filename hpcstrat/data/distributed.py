@@ -310,7 +310,7 @@ def distribute_dataset(
             "PER_REPLICA; use distribute_datasets_from_function"
         )
     _require_one_program(strategy, options)
-    dataset = _slabs(strategy, dataset)
+    whole, dataset = dataset, _slabs(strategy, dataset)
     uneven = isinstance(dataset, Dataset) and dataset.auto_shard_policy in _UNEVEN
     stage = getattr(dataset, "stage", None)
     _require_one_division(dataset, options, uneven)
@@ -336,7 +336,7 @@ def distribute_dataset(
             return _deal(strategy, dataset, options)
         # With own_rows, a rank may have filled only its own part of the arrays.
         if options.compare_every and not options.own_rows:
-            compare_arrays(strategy, dataset.describe(), stage.arrays())
+            compare_arrays(strategy, dataset.describe(), whole.stage.arrays())
         if stage.costs is not None:
             stage.costs.agree(strategy)
         return DistributedDataset(strategy, dataset, options)

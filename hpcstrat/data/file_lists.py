@@ -31,19 +31,19 @@ def digest_of(files: Sequence[str]) -> int:
 def require_same_files(strategy: Replicas, files: Sequence[str]) -> None:
     """Raise CollectiveError on all ranks if their lists of files differ.
 
-    Collective over the strategy's replicas. ``files`` are descriptions of files; the
+    Collective over all ranks of the strategy. ``files`` are descriptions of files; the
     error has the first difference between two lists, and the ranks of each list.
     """
-    what = "files of a data set"
-    marks = strategy.collectives.all_gather_object((digest_of(files), len(files)), what)
+    what, ranks = "files of a data set", strategy.all_ranks
+    marks = ranks.collectives.all_gather_object((digest_of(files), len(files)), what)
     if len(set(marks)) == 1:
         return
     # The list that most ranks have counts as right.
     first = max(set(marks), key=lambda mark: (marks.count(mark), -marks.index(mark)))
     other = next(mark for mark in marks if mark != first)
     senders = marks.index(first), marks.index(other)
-    mine = files if strategy.topology.replica_comm.rank in senders else []
-    lists = strategy.collectives.all_gather_object(mine, what)
+    mine = files if ranks.rank in senders else []
+    lists = ranks.collectives.all_gather_object(mine, what)
     one, two = (lists[sender] for sender in senders)
     index = next(
         (i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b),

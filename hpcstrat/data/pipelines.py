@@ -46,6 +46,7 @@ FINISHED, DIFFERENT, BATCH = range(3)
 LAST = object()
 """Result of `Pipeline.pull` at the end of the data."""
 
+_COMPARISON = "comparison of batches"
 # States of a replica in a step, in this order: its worker stops the iteration; its data
 # ended without any element; its data ended after some elements; it has a batch.
 _STOPPED, _ENDED, _LASTED, _GIVES = -1, 0, 1, 2
@@ -81,6 +82,8 @@ class PipelinePlace:
         self, strategy: Replicas, *, single: bool = False, per_replica: bool = False
     ) -> None:
         self.num_replicas = strategy.num_replicas_in_sync
+        # The ranks of this replica, each of which reads the same data.
+        self.inside = strategy.inside
         self.replica_id = strategy.replica_id
         self.own = strategy.local_replicas
         self.comm: Any = None
@@ -124,7 +127,8 @@ class PipelineStep:
 class Pipeline:
     """An iteration over a worker's steps, on the rank that runs the pipeline.
 
-    Workers compare the hash of every ``every``-th batch that all of them read.
+    Workers compare the hash of every ``every``-th batch that all of them read, and the
+    ranks of a replica that of every ``every``-th batch.
     """
 
     def __init__(
@@ -159,13 +163,14 @@ class Pipeline:
         step, self._kept = self._kept, None
         if step is None:
             try:
-                step = self._make(number)
+                with self._place.inside.collectives.all_raise(_COMPARISON):
+                    step = self._make(number)
             except Exception:
                 self._has_failed = True
                 raise
         if not self._steps.shared:
             self._kept = step
-        return step
+        return PipelineStep(step.parts, self._agreed_inside(step.states))
 
     def accept(self) -> None:
         """Note that all pipelines have made this step."""
@@ -173,8 +178,18 @@ class Pipeline:
 
     def _make(self, number: int) -> PipelineStep:
         found, shared, place = self.pull(), self._steps.shared, self._place
-        if shared:
-            found = self._cut(found, number)
+        batch, self._mark, self._seen = found, _UNSEEN, None
+        if shared and found is not LAST:
+            batch = as_batch(found)
+            found = self._cut(batch, number)
+        if (
+            self._every
+            and not number % self._every
+            and (shared or place.inside.size > 1)
+        ):
+            self._seen, self._mark = None if batch is LAST else batch, END
+            if batch is not LAST:
+                self._mark = digest(batch, on_gpus=not number)
         missing = _ENDED
         if found is LAST:
             found = [None] * len(place.replicas)
@@ -195,6 +210,24 @@ class Pipeline:
         marks = mark, mark if mark == _UNSEEN else -mark
         both = np.array([max(states), -min(states), *marks], np.int64)
         return PipelineStep(parts, both)
+
+    def _agreed_inside(self, states: Any) -> Any:
+        """Return the greatest states of the pipelines of this replica's ranks.
+
+        Collective over the ranks of the replica. An error of one of them is raised on
+        all.
+        """
+        inside = self._place.inside
+        if inside.size == 1:
+            return states
+        parts = [np.empty_like(states) for _ in range(inside.size)]
+        inside.collectives.moves.all_gather_into(states, parts, _COMPARISON)
+        states = np.max(parts, axis=0)
+        mark, negative = states[2:].tolist()
+        if not self._steps.shared and mark == -negative:
+            # Other workers read other batches, which are not compared with this one.
+            states[2:] = self._mark = _UNSEEN
+        return states
 
     def pull(self) -> Any:
         """Return the next result of ``cut(source)``, or `LAST` at its end."""
@@ -223,20 +256,12 @@ class Pipeline:
             except Exception:
                 left -= all_count
 
-    def _cut(self, element: Any, number: int) -> Any:
-        """Cut a batch that all workers read, and hash it; return `LAST` at the end."""
-        self._mark, self._seen = _UNSEEN, None
-        batch, parts, place = None, LAST, self._place
-        if element is not LAST:
-            batch = as_batch(element)
-            parts = pieces_of(batch, place.num_replicas, place.replicas)
-            if not number and not place.replica_id:
-                warn_of_idle(batch_length(batch), place.num_replicas)
-        if self._every and not number % self._every:
-            self._seen, self._mark = batch, END
-            if batch is not None:
-                self._mark = digest(batch, on_gpus=not number)
-        return parts
+    def _cut(self, batch: Tree, number: int) -> list[Tree]:
+        """Cut a batch that all workers read."""
+        place = self._place
+        if not (number or place.replica_id or place.inside.position):
+            warn_of_idle(batch_length(batch), place.num_replicas)
+        return pieces_of(batch, place.num_replicas, place.replicas)
 
     def agree(self, step: PipelineStep, leaders: Any) -> int:
         """Agree with the other pipelines on the outcome of a step, and return it.
@@ -271,7 +296,10 @@ class Pipeline:
             return None
         place, seen = self._place, self._seen
         text = "the end of its data" if seen is None else show(seen)
-        return place.replica_id, place.worker_id, self._mark, text
+        name = str(place.worker_id)
+        if place.inside.size > 1:
+            name += f" (position {place.inside.position} in its replica)"
+        return place.replica_id, name, self._mark, text
 
 
 def iterable_steps(dataset: Any, place: PipelinePlace) -> Steps:

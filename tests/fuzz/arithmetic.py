@@ -78,15 +78,26 @@ class Rule:
         first = self._options.get("initial_accumulator_value", 0.1)
         return {"m": zeros, "v": zeros, "s": zeros + first}
 
-    def step(self, value: Any, gradient: Any, state: dict[str, Any], t: int) -> Any:
-        """Return the new value, and replace the state."""
+    def step(
+        self,
+        value: Any,
+        gradient: Any,
+        state: dict[str, Any],
+        t: int,
+        touched: Any = np.True_,
+    ) -> Any:
+        """Return the new value, and replace the state.
+
+        Where ``touched`` is false, the gradient had no row.
+        """
         x, g = np.asarray(value, np.float64), np.asarray(gradient, np.float64)
         rate = self._options["learning_rate"]
         if self._kind == "SGD":
             moved = self._momentum(g, state, rate)
         elif self._kind == "Adagrad":
-            state["s"] = state["s"] + g**2
-            moved = -rate * g / (np.sqrt(state["s"]) + 1e-7)
+            # Rows without a gradient do not change, even where their state is NaN.
+            state["s"] = np.where(touched, state["s"] + g**2, state["s"])
+            moved = np.where(touched, -rate * g / (np.sqrt(state["s"]) + 1e-7), 0.0)
         else:
             moved = self._adam(x, g, state, t)
         return fitting(x + moved, value)

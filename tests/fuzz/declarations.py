@@ -23,6 +23,7 @@ class Declarations:
     all_named = False
     has_plain_state = True
     has_metrics = True
+    has_snapshots = True
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -70,6 +71,8 @@ class Declarations:
             args["ranks"] = self.random.randrange(1, 5)
         if self.chance(0.15):
             args["way"] = "central"
+        if self.has_save and self.has_snapshots and self.chance(0.4):
+            args["snapshots"] = True
         return Op("strategy", args)
 
     @property

@@ -116,7 +116,10 @@ class _Maker(Declarations):
         return Op(self.one("barrier", "check"))
 
     def save(self) -> Op:
-        return Op("save", {"background": self.chance(0.3) or None})
+        args = {"background": self.chance(0.3) or None}
+        if self.strategy.snapshots:
+            args["if_due"] = self.chance(0.7) or None
+        return Op("save", args)
 
     def restart(self) -> list[Op]:
         args = {**self.strategy.args, "per_worker": self.one(None, 1, 2)}
@@ -340,6 +343,7 @@ class _Served(_Maker):
     all_named = True
     has_plain_state = False
     has_metrics = False
+    has_snapshots = False
 
     def _make_strategy(self) -> Op:
         args = super()._make_strategy().args
@@ -454,7 +458,27 @@ class _Served(_Maker):
         return body
 
 
-_MAKERS = {"mirrored": _Maker, "groups": _Grouped, "served": _Served}
+class _Inside(_Maker):
+    """Draws programs whose replicas have several ranks."""
+
+    def _make_strategy(self) -> Op:
+        args = super()._make_strategy().args
+        args |= {"on_error": "abort", "way": None, "ranks_per_replica": self.one(2, 3)}
+        return Op("strategy", args)
+
+    def restart(self) -> list[Op]:
+        ops = super().restart()
+        each = self.one(None, 2, 2, 3)
+        ops[-1].args |= {"way": None, "ranks_per_replica": each}
+        return ops
+
+
+_MAKERS = {
+    "mirrored": _Maker,
+    "groups": _Grouped,
+    "served": _Served,
+    "inside": _Inside,
+}
 KINDS = tuple(_MAKERS)
 """What kinds of programs there are."""
 

@@ -56,6 +56,10 @@ def main() -> None:
 
     keep_spins_short()
     world = MPI.COMM_WORLD.Dup()
+    # Snapshots need a folder that ends with the job.
+    memory = folder / "memory"
+    memory.mkdir(exist_ok=True)
+    os.environ["HPCSTRAT_WATCH_MEMORY"] = str(memory)
     programs = pickle.loads((folder / "programs").read_bytes())
     with (folder / f"{world.rank}.seen").open("ab") as file:
         for number, text in programs:

@@ -23,7 +23,7 @@ def judge(program: Program, n: int, outcome: Outcome) -> str:
     if outcome.failure:
         return outcome.failure
     for index, want in enumerate(wants(program, n)):
-        size = len(want.values)
+        size = len(want.values) * want.ranks_per_replica
         seen = [one[index] if index < len(one) else None for one in outcome.seen]
         problem = _outside(seen[size:]) or _judged(want, seen[:size])
         if problem:
@@ -64,7 +64,8 @@ def _judged(want: Want, seen: Sequence[Any]) -> str:
 def _judged_rank(want: Want, rank: int, found: Any) -> str:
     if found is None:
         return "saw nothing"
-    names = want.errors[rank]
+    replica = rank // want.ranks_per_replica
+    names = want.errors[replica]
     if _raised(found):
         if want.mode == LOOSE:
             return ""
@@ -74,7 +75,7 @@ def _judged_rank(want: Want, rank: int, found: Any) -> str:
         return f"raised no {missing}: {found[1][0]}: {found[2]}" if missing else ""
     if names is not None:
         return f"went on with {found[1]!r}, expected {names or 'an error'}"
-    return _difference(found[1], want.values[rank], want.bits, want.mode == LOOSE)
+    return _difference(found[1], want.values[replica], want.bits, want.mode == LOOSE)
 
 
 def _judged_rows(want: Want, seen: Sequence[Any]) -> str:
@@ -83,7 +84,7 @@ def _judged_rows(want: Want, seen: Sequence[Any]) -> str:
         return ""
     if any(map(_raised, seen)):
         return f"only some ranks raised: {seen}"
-    rows = [step[0] for found in seen for step in found[1]]
+    rows = [step[0] for found in seen[:: want.ranks_per_replica] for step in found[1]]
     every = np.sort(np.concatenate(rows))
     if np.array_equal(every, want.values[0]):
         return ""

@@ -15,7 +15,7 @@ import numpy as np
 
 import hpcstrat as hs
 from tests.fuzz.faults import Interrupting, memory_runs_out
-from tests.fuzz.program import Op
+from tests.fuzz.program import Op, ranks_per_replica
 from tests.fuzz.replica import step_of
 from tests.fuzz.sources import iterable_of, rows_of
 
@@ -23,6 +23,8 @@ __all__ = ["ABSENT", "Machine", "PlainState", "settle"]
 
 ABSENT = "this rank has no part in it"
 _FAR_SECONDS = 3600.0
+# Steps between two saves to the disk, if the program keeps snapshots.
+_NEVER = 1_000_000
 # Modules of further operations; a job imports only the modules that it needs.
 _ELSEWHERE = {"round": "grouped", "end_round": "grouped", "schedule": "served"}
 # Operations that one worker does for all workers that share variables.
@@ -75,6 +77,8 @@ class Machine:
         self.states: dict[str, PlainState] = {}
         self._manager: Any = None
         self._saves = 0
+        # Whether the program keeps snapshots in the memory of the nodes.
+        self._keeps_snapshots = False
         self._numpy = ExitStack()
 
     @property
@@ -155,6 +159,7 @@ class Machine:
             limit_seconds=_FAR_SECONDS,
             summary="off",
         )
+        self._keeps_snapshots = bool(op.snapshots)
         options = {"on_error": op.on_error or "abort", "settings": settings}
         if op.way in ("served", "shared"):
             if op.way == "shared":
@@ -168,10 +173,15 @@ class Machine:
         self.strategy = kinds[op.way == "central"](
             comm=self.comm,
             replicas_per_worker=op.per_worker,
+            **self._inside(op),
             cross_device_ops=getattr(hs, op.ops)() if op.ops else None,
             **options,
         )
         return None
+
+    def _inside(self, op: Op) -> dict[str, int]:
+        each = ranks_per_replica(op, self.comm.size)
+        return {} if each == 1 else {"ranks_per_replica": each}
 
     def _restart(self, op: Op) -> Any:
         declared, self._declared = self._declared, []
@@ -273,13 +283,20 @@ class Machine:
                 things["groups"] = self.groups
             if self.variables:
                 things["values"] = self.variables
+            options = None
+            if self._keeps_snapshots:
+                options = hs.CheckpointOptions(memory=1, every=_NEVER)
             with self.strategy.scope():
-                self._manager = hs.CheckpointManager(self._folder, **things)
+                self._manager = hs.CheckpointManager(
+                    self._folder, options=options, **things
+                )
         return self._manager
 
     def _save(self, op: Op) -> int:
-        self._checkpoints().save(self._saves, asynchronous=bool(op.background))
-        self._checkpoints().wait()
+        manager = self._checkpoints()
+        save = manager.save_if_due if op.if_due else manager.save
+        save(self._saves, asynchronous=bool(op.background))
+        manager.wait()
         return self._saves
 
     def _reduce(self, op: Op) -> Any:

@@ -14,7 +14,7 @@ from tests.fuzz.arithmetic import combine, over_axis
 from tests.fuzz.oracle_data import Reader
 from tests.fuzz.oracle_optimizer import Optimizing
 from tests.fuzz.oracle_variables import Copies
-from tests.fuzz.program import Draw, Op, Program
+from tests.fuzz.program import Draw, Op, Program, ranks_per_replica
 from tests.fuzz.wanted import ALIKE, ANY, EXACT, LOOSE, UNORDERED, Refused, Want
 
 __all__ = ["Oracle", "is_plain"]
@@ -40,7 +40,7 @@ class Oracle:
     ) -> None:
         self._program, self._ranks, self.first = program, n, first
         self._total = total
-        self.size = 0
+        self.size, self._ranks_per_replica = 0, 1
         self.raises = self.central = False
         self._after = EXACT
         self.workers: list[int] = []
@@ -66,6 +66,7 @@ class Oracle:
             want = Want([None] * self.size, refused.errors)
         if self._after != EXACT:
             want.mode = self._after
+        want.ranks_per_replica = self._ranks_per_replica
         return want
 
     def own(self, draw: Draw, **more: Any) -> list[Any]:
@@ -120,7 +121,9 @@ class Oracle:
     # Methods for the operations.
 
     def _strategy(self, op: Op) -> Want:
-        self.size = min(op.ranks or self._ranks, self._ranks)
+        count = min(op.ranks or self._ranks, self._ranks)
+        self._ranks_per_replica = ranks_per_replica(op, count)
+        self.size = count // self._ranks_per_replica
         self.raises, self.policy = op.on_error == "raise", op.non_finite or "off"
         self.central = op.way == "central"
         self.workers = self._workers_of(self.size, op)

@@ -38,6 +38,8 @@ class Optimizing:
         # gradient. After a restart, gradients from before count for all replicas.
         self._sums: dict[str, Any] = {}
         self._had: dict[str, set[int]] = {}
+        # For each variable: the elements that have a gradient, if all were of rows.
+        self._touched: dict[str, Any] = {}
 
     def saved(self) -> dict[str, Any]:
         """Return the state that a checkpoint contains."""
@@ -55,7 +57,7 @@ class Optimizing:
         self._had = {
             n: set(range(self._oracle.size)) for n, some in had.items() if some
         }
-        self._built = False
+        self._built, self._touched = False, {}
 
     def run_failed(self, entered: dict[str, Any]) -> None:
         """Record that the ``run`` of a call has failed on all replicas.
@@ -69,7 +71,7 @@ class Optimizing:
             self._done, self._sums, self._had = done, sums, had
 
     def _restart(self) -> None:
-        self._done, self._sums, self._had = 0, {}, {}
+        self._done, self._sums, self._had, self._touched = 0, {}, {}, {}
 
     def meets(self) -> bool:
         """Return whether the replicas synchronize in the next call."""
@@ -97,6 +99,11 @@ class Optimizing:
                 else np.zeros_like(like)
                 for rank in range(size)
             ]
+            touched = self._touched.setdefault(name, np.zeros(like.shape, bool))
+            for rank in given:
+                touched[list(op.rows[self._row_set(op, rank)]) if op.rows else ...] = (
+                    True
+                )
             total = combine(self._how, gradients)
             with np.errstate(all="ignore"):
                 self._sums[name] = self._sums.get(name, np.zeros_like(total)) + total
@@ -110,12 +117,15 @@ class Optimizing:
         finally:
             self._restart()
 
+    def _row_set(self, op: Op, rank: int) -> int:
+        """Return which of the operation's tuples of rows a replica has."""
+        return int((self._oracle.first + rank) % len(op.rows))
+
     def _gradient(self, op: Op, draw: Any, rank: int, like: Any, batches: Any) -> Any:
-        number = self._oracle.first + rank
-        gradient = draw.value(number)
+        gradient = draw.value(self._oracle.first + rank)
         if op.rows:
             dense = np.zeros_like(like)
-            np.add.at(dense, list(op.rows[number % len(op.rows)]), gradient)
+            np.add.at(dense, list(op.rows[self._row_set(op, rank)]), gradient)
             gradient = dense
         if batches is not None:
             gradient = gradient * 0 + batches[rank].sum() / 4
@@ -156,6 +166,7 @@ class Optimizing:
             if name not in self._state:
                 self._state[name] = self._rule.start(variable.value)
             state = self._state[name]
-            new = self._rule.step(variable.value, gradient, state, self.steps)
+            touched = self._touched.get(name, np.True_)
+            new = self._rule.step(variable.value, gradient, state, self.steps, touched)
             variable.set(new)
         return True

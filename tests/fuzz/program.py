@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Draw", "Op", "Program", "parse"]
+__all__ = ["Draw", "Op", "Program", "parse", "ranks_per_replica"]
 
 _ODD = {"huge": 1e308, "half": 3e4, "nan": np.nan, "inf": np.inf}
 
@@ -95,6 +95,15 @@ class Program:
         """Return the operations of some kinds, including nested operations."""
         every = [one for op in self.ops for one in (op, *(op.body or ()))]
         return [op for op in every if op.kind in kinds]
+
+
+def ranks_per_replica(op: Op, count: int) -> int:
+    """Return how many of ``count`` ranks a replica has, for an operation that starts.
+
+    It is 1 if the ranks cannot be divided as the program wants.
+    """
+    wanted = op.ranks_per_replica or 1
+    return 1 if count % wanted else int(wanted)
 
 
 def _built(node: ast.expr) -> Any:

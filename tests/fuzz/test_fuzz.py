@@ -58,10 +58,8 @@ def test_programs_do_what_the_oracle_says(n: int) -> None:
     _fail_for(programs, n, run_programs(programs, n))
 
 
-@pytest.mark.parametrize(("kind", "n"), [("groups", 3), ("served", 3)])
-def test_programs_of_groups_and_servers_do_what_the_oracle_says(
-    kind: str, n: int
-) -> None:
+@pytest.mark.parametrize(("kind", "n"), [("groups", 3), ("served", 3), ("inside", 4)])
+def test_programs_of_other_kinds_do_what_the_oracle_says(kind: str, n: int) -> None:
     programs = _programs(5000, 15, kind)
     _fail_for(programs, n, run_programs(programs, n))
 

@@ -44,6 +44,8 @@ class Want:
         Whether floats must equal the oracle's bit by bit, too.
     may_refuse : bool
         Whether an error on every replica is also right; nothing is checked after it.
+    ranks_per_replica : int
+        How many ranks must see the result of each replica.
     """
 
     values: Sequence[Any]
@@ -52,6 +54,7 @@ class Want:
     alike: bool = False
     bits: bool = False
     may_refuse: bool = False
+    ranks_per_replica: int = 1
 
 
 class Refused(Exception):
