@@ -7,8 +7,9 @@ with the package numcodecs, zstd, lz4 and blosc, by their numbers in HDF5's regi
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import struct
+import threading
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,14 +18,17 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.engine.arrays.recycling import Recycler
 from hpcstrat.engine.native import load_reader
 from hpcstrat.engine.typing import Array
 
 __all__ = ["ChunkFilters", "filters_of"]
 
 _READER = load_reader()
-_DEFLATE, _SHUFFLE, _FLETCHER = 1, 2, 3
+_SHUFFLE, _FLETCHER = 2, 3
 _CHECKSUM_BYTES = 4
+_LIBRARIES = {"deflate": "libdeflate"}
+_MEMORY_BYTES = 16 << 20
 # Sums of so many words of 16 bits, each times its index, fit into 64 bits.
 _WORDS_AT_ONCE = 1 << 20
 
@@ -37,6 +41,16 @@ def filters_of(properties: Any) -> list[tuple[int, tuple[int, ...], str]]:
         name = _COMPRESSORS[code][0] if code in _COMPRESSORS else label.decode()
         found.append((code, parameters, name))
     return found
+
+
+class _OwnMemory(threading.local):
+    """Reused memory of each thread, for the results of all filters but the last."""
+
+    def __init__(self) -> None:
+        self.empty = Recycler(_MEMORY_BYTES).empty
+
+
+_MEMORY = _OwnMemory()
 
 
 @dataclass(frozen=True)
@@ -63,11 +77,12 @@ class ChunkFilters:
                 return None
             elif code == _SHUFFLE:
                 undo.append(partial(_unshuffle, max(parameters[0], 1)))
-            elif code in _COMPRESSORS and _has_library(code):
-                undo.append(_COMPRESSORS[code][1])
-                how = f"unpacked by {_library(code)}"
             else:
-                return None
+                found = _decompressor(code)
+                if found is None:
+                    return None
+                undo.append(found[0])
+                how = f"unpacked by {found[1]}"
         return cls(tuple(undo), how)
 
     def undo(self, packed: bytes, out: Array, mask: int = 0) -> None:
@@ -75,18 +90,20 @@ class ChunkFilters:
 
         Bit i of ``mask`` is set if filter i was not applied to this chunk.
         """
-        filters = [f for i, f in enumerate(self.filters) if not mask >> i & 1]
-        data: Any = memoryview(packed)
+        filters = list(self.filters)
+        if mask:
+            filters = [f for i, f in enumerate(filters) if not mask >> i & 1]
+        data: Any = packed
         while filters:
             undo = filters.pop()
             if undo is None:
-                data = _verified(data)
+                data = _verified(memoryview(data))
                 continue
             target = out
             if filters:
                 num_checksums = filters.count(None)
                 size = out.size + _CHECKSUM_BYTES * num_checksums
-                target = np.empty(size, np.uint8)
+                target = _MEMORY.empty((size,), out.dtype)
             undo(data, target)
             data = target
         if data is not out:
@@ -142,21 +159,17 @@ def _unshuffle(size: int, planes: Any, out: Array) -> None:
         out[:whole].reshape(-1, size)[:] = planes[:whole].reshape(size, -1).T
 
 
-def _inflate(packed: Any, out: Array) -> None:
-    """Decompress data in zlib's format, with libdeflate if it is installed."""
-    try:
-        import deflate
-    except ImportError:
+def _inflate(library: Any, packed: Any, out: Array) -> None:
+    """Decompress data in zlib's format."""
+    if library is zlib:
         data = zlib.decompress(packed, bufsize=out.size)
     else:
-        data = deflate.zlib_decompress(packed, out.size)
+        data = library.zlib_decompress(packed, out.size)
     _require_size(len(data), out)
     out[:] = np.frombuffer(data, np.uint8)
 
 
-def _unpack_zstd(packed: Any, out: Array) -> None:
-    from numcodecs import zstd
-
+def _unpack_zstd(zstd: Any, packed: Any, out: Array) -> None:
     size = _zstd_size(packed)
     if size is None:
         data = zstd.decompress(packed)
@@ -180,9 +193,7 @@ def _zstd_size(packed: Any) -> int | None:
     return size + (256 if code == 1 else 0) if length else None
 
 
-def _unpack_blosc(packed: Any, out: Array) -> None:
-    from numcodecs import blosc
-
+def _unpack_blosc(blosc: Any, packed: Any, out: Array) -> None:
     # The header has the bytes of the content, of a block, and of the compressed data.
     size, _, stored = struct.unpack_from("<3I", packed, 4)
     _require_size(size, out)
@@ -191,10 +202,8 @@ def _unpack_blosc(packed: Any, out: Array) -> None:
     blosc.decompress(packed, out)
 
 
-def _unpack_lz4(packed: Any, out: Array) -> None:
+def _unpack_lz4(lz4: Any, packed: Any, out: Array) -> None:
     """Decompress lz4's blocks, before which the HDF5 filter stores their sizes."""
-    from numcodecs import lz4
-
     size, most = struct.unpack_from(">QI", packed)
     _require_size(size, out)
     place = 12
@@ -210,19 +219,24 @@ def _unpack_lz4(packed: Any, out: Array) -> None:
             lz4.decompress(struct.pack("<I", part.size) + bytes(block), part)
 
 
-_COMPRESSORS: dict[int, tuple[str, Callable[[Any, Array], None]]] = {
-    _DEFLATE: ("gzip", _inflate),
-    32015: ("zstd", _unpack_zstd),
-    32004: ("lz4", _unpack_lz4),
-    32001: ("blosc", _unpack_blosc),
+_COMPRESSORS: dict[int, tuple[str, tuple[str, ...], Callable[..., None]]] = {
+    1: ("gzip", ("deflate", "zlib"), _inflate),
+    32015: ("zstd", ("numcodecs.zstd",), _unpack_zstd),
+    32004: ("lz4", ("numcodecs.lz4",), _unpack_lz4),
+    32001: ("blosc", ("numcodecs.blosc",), _unpack_blosc),
 }
+"""Name of each filter, modules that can undo it, the best first, and the function that
+calls such a module."""
 
 
-def _library(code: int) -> str:
-    if code != _DEFLATE:
-        return "numcodecs"
-    return "zlib" if importlib.util.find_spec("deflate") is None else "libdeflate"
-
-
-def _has_library(code: int) -> bool:
-    return code == _DEFLATE or importlib.util.find_spec("numcodecs") is not None
+def _decompressor(code: int) -> tuple[Callable[[Any, Array], None], str] | None:
+    """Return a function that undoes a compressor, and its library; None if missing."""
+    _, modules, function = _COMPRESSORS.get(code, ("", (), _inflate))
+    for name in modules:
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            continue
+        library = name.partition(".")[0]
+        return partial(function, module), _LIBRARIES.get(library, library)
+    return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import os
 import threading
 import time
@@ -22,7 +23,7 @@ import numpy as np
 from hpcstrat.data.boxes import WHOLE, Box
 from hpcstrat.data.files.open_files import OpenFiles
 from hpcstrat.data.sources import runs_of
-from hpcstrat.engine.arrays.recycling import Recycler
+from hpcstrat.engine.arrays.recycling import is_unused
 from hpcstrat.engine.native import load_reader
 from hpcstrat.engine.typing import Array
 
@@ -45,6 +46,8 @@ _BYTES_PER_SECOND = 2e9
 _MOST_VECTORS = 1024
 # Maximum number of bytes between two rows that the compiled reader reads in one call.
 _MOST_GAP = 4096
+# Number of dropped blocks whose memory is kept for new ones: more than threads read.
+_MOST_DROPPED = 8
 # Number of bytes of whole rows that are read at once, if only parts of them are kept.
 _WHOLE_BYTES = 8 << 20
 
@@ -195,9 +198,9 @@ class BlockCache:
 
     def __init__(self, most_bytes: int = 64 << 20) -> None:
         self._most_bytes = most_bytes
-        # Reuse blocks' memory: page faults of new memory cost as much as the unpacking.
-        self._memory = Recycler()
         self._kept: OrderedDict[Any, Array] = OrderedDict()
+        # Reuse memory: page faults of new memory cost as much as the unpacking.
+        self._dropped: list[Array] = []
         self._bytes = 0
         self._lock = threading.Lock()
         self._loading: dict[Any, threading.Lock] = {}
@@ -229,8 +232,13 @@ class BlockCache:
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return an uninitialized array for a block; reuse a dropped block's memory."""
+        size = math.prod(shape) * dtype.itemsize
         with self._lock:
-            return self._memory.empty(shape, dtype)
+            for index in range(len(self._dropped)):
+                is_fit = self._dropped[index].nbytes == size
+                if is_fit and is_unused(self._dropped, index):
+                    return self._dropped.pop(index).view(dtype).reshape(shape)
+        return np.empty(size, np.uint8).view(dtype).reshape(shape)
 
     def clear(self) -> None:
         """Drop all blocks."""
@@ -246,6 +254,9 @@ class BlockCache:
             while self._bytes > self._most_bytes and len(self._kept) > 1:
                 _, dropped = self._kept.popitem(last=False)
                 self._bytes -= dropped.nbytes
+                # Do not reuse the memory of libraries, such as Arrow's.
+                if getattr(dropped.base, "dtype", None) == np.uint8:
+                    self._dropped = [*self._dropped[-_MOST_DROPPED:], dropped]
 
 
 class BlockColumn:
@@ -255,7 +266,8 @@ class BlockColumn:
     functions have an argument ``box``, which is None for whole rows:
     ``load_box(i, box)`` returns a part of each row of block i, and reads no more than
     it must; by default, whole rows are loaded and cut. ``load_into(i, box, out)`` reads
-    block i directly into ``out``, or returns False.
+    block i and those after it directly into ``out``, as many as it can and ``out`` has
+    room for, and returns their number of rows.
     """
 
     def __init__(
@@ -270,7 +282,7 @@ class BlockColumn:
         dtype: Any,
         how: str,
         load_box: Callable[[int, Box], Array] | None = None,
-        load_into: Callable[[int, Box | None, Array], bool] | None = None,
+        load_into: Callable[[int, Box | None, Array], int] | None = None,
     ) -> None:
         self.how = how
         self._cache = cache
@@ -285,29 +297,41 @@ class BlockColumn:
 
     def read(self, rows: Array, out: Array, places: Array | None = None) -> None:
         blocks = np.searchsorted(self._starts, rows, side="right") - 1
-        borders = [0, *(np.flatnonzero(np.diff(blocks)) + 1).tolist(), len(rows)]
+        inside = rows - self._starts[blocks]
+        borders = [
+            0,
+            *(np.flatnonzero(blocks[1:] != blocks[:-1]) + 1).tolist(),
+            len(rows),
+        ]
+        done = 0
         for start, end in itertools.pairwise(borders if len(rows) else []):
-            block = int(blocks[start])
-            inside = rows[start:end] - self._starts[block]
-            first, last = int(inside[0]), int(inside[-1])
-            is_run = last - first == end - start - 1
-            if is_run and places is None and self._read_whole(block, out[start:end]):
+            if start < done:
                 continue
+            block, first, last = int(blocks[start]), inside[start], inside[end - 1]
+            is_run = last - first == end - start - 1
+            if is_run and places is None:
+                stop = end if rows[-1] - rows[start] >= len(rows) - start else len(rows)
+                done = start + self._read_whole(block, out[start:stop])
+                if start < done:
+                    continue
             values = self._cache.get(
                 (self._key, self._box, block), partial(self._loaded, block)
             )
-            found = values[first : last + 1] if is_run else values[inside]
+            found = values[first : last + 1] if is_run else values[inside[start:end]]
             out[slice(start, end) if places is None else places[start:end]] = found
 
     def _loaded(self, block: int) -> Array:
         box = self._box
         return self._load(block) if box is None else self._load_box(block, box)
 
-    def _read_whole(self, block: int, out: Array) -> bool:
-        """Read a block into ``out``, unless it is cached; return whether it did."""
+    def _read_whole(self, block: int, out: Array) -> int:
+        """Read whole blocks into ``out``, unless the first one is cached.
+
+        Returns the number of rows that were read.
+        """
         load = self._load_into
         if load is None or self._cache.holds((self._key, self._box, block)):
-            return False
+            return 0
         return load(block, self._box, out)
 
     def boxed(self, box: Box) -> BlockColumn:

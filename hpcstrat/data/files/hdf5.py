@@ -303,6 +303,7 @@ class _Chunks:
         self._path, self._files, self._filters = path, files, filters
         self._cache = cache
         self._chunk = dataset.chunks
+        self._has_whole_rows = dataset.chunks[1:] == dataset.shape[1:]
         self._shape, self._dtype = dataset.shape, dataset.dtype
         properties = dataset.id.get_create_plist()
         is_filled = properties.get_fill_time() != h5py.h5d.FILL_TIME_NEVER
@@ -322,7 +323,7 @@ class _Chunks:
         num_rows = min(size, self._shape[0] - block * size)
         overlaps = self._overlaps(block, box)
         file = self._files.get(self._path)
-        if len(overlaps) == 1 and box is None and self._chunk[1:] == self._shape[1:]:
+        if len(overlaps) == 1 and box is None and self._has_whole_rows:
             return self._chunk_at(file.number, overlaps[0][0])[:num_rows]
         row_shape = self._shape[1:] if box is None else box.shape
         rows = np.full((num_rows, *row_shape), self._fill, self._dtype)
@@ -343,9 +344,12 @@ class _Chunks:
         With each chunk come the slices of these values in the box and in the chunk. A
         chunk at the dataset's edge is padded: its padding is outside of the slices.
         """
+        places = self._places.get(block, [])
+        if box is None and self._has_whole_rows:
+            return [(place, [], []) for place in places]
         ranges = [WHOLE] * len(self._shape[1:]) if box is None else box.ranges
         found = []
-        for place in self._places.get(block, []):
+        for place in places:
             inside, kept = [], []
             for begin, size, length, (first, last) in zip(
                 place[0], self._chunk[1:], self._shape[1:], ranges, strict=True
@@ -378,13 +382,17 @@ class _Chunks:
         column.read(np.arange(num_rows), rows)
         return rows
 
-    def load_into(self, block: int, box: Box | None, out: Array) -> bool:
-        """Unpack a block of one chunk into ``out``; return False for other blocks."""
-        overlaps = self._overlaps(block, box)
-        if len(overlaps) != 1 or out.shape != self._chunk or out.dtype != self._dtype:
-            return False
-        self._unpack_at(self._files.get(self._path).number, overlaps[0][0], out)
-        return True
+    def load_into(self, block: int, box: Box | None, out: Array) -> int:
+        """Unpack whole blocks of one chunk each into ``out``; return how many rows."""
+        size, file, done = self._chunk[0], self._files.get(self._path), 0
+        fits = out.shape[1:] == self._chunk[1:] and self._dtype.isnative
+        while fits and done + size <= len(out):
+            overlaps = self._overlaps(block, box)
+            if len(overlaps) != 1:
+                break
+            self._unpack_at(file.number, overlaps[0][0], out[done : done + size])
+            block, done = block + 1, done + size
+        return done
 
     def _chunk_at(self, fd: int, place: _Place) -> Array:
         chunk = self._cache.empty(self._chunk, self._dtype)

@@ -18,7 +18,7 @@ import numpy as np
 
 from hpcstrat.engine.typing import Array
 
-__all__ = ["DeviceRecycler", "Recycler"]
+__all__ = ["DeviceRecycler", "Recycler", "is_unused"]
 
 _SMALLEST_BYTES = 32 << 10
 _LIMIT_BYTES = 256 << 20
@@ -30,14 +30,10 @@ class Recycler:
     """Allocates arrays, and keeps up to ``limit_bytes`` of their memory for reuse."""
 
     def __init__(self, limit_bytes: int = _LIMIT_BYTES) -> None:
-        self._limit_bytes = limit_bytes
-        # Without the interpreter lock, reference counts do not show unused memory.
-        if not getattr(sys, "_is_gil_enabled", lambda: True)():
-            self._limit_bytes = 0
+        self._limit_bytes = limit_bytes if _UNUSED else 0
         # Blocks by size; the most recently requested size is last.
         self._blocks: OrderedDict[int, list[Array]] = OrderedDict()
         self._kept_bytes = 0
-        self._unused = _holders([np.empty(1, np.uint8)], 0)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an uninitialized array in C order.
@@ -49,9 +45,7 @@ class Recycler:
         if not _SMALLEST_BYTES <= nbytes <= self._limit_bytes:
             array = np.empty(shape, dtype)
             return array
-        block = self._block(nbytes)
-        start = -block.ctypes.data % _ALIGNMENT_BYTES
-        array = block[start : start + nbytes].view(dtype).reshape(shape)
+        array = self._block(nbytes).view(dtype).reshape(shape)
         return array
 
     def arrays(
@@ -71,12 +65,13 @@ class Recycler:
         blocks = self._blocks.setdefault(nbytes, [])
         self._blocks.move_to_end(nbytes)
         for _ in range(len(blocks)):
-            # Every view of a block's memory holds a reference to the block.
-            if _holders(blocks, 0) == self._unused:
+            if is_unused(blocks, 0):
                 return blocks[0]
             # Move blocks in use to the end, where the next search looks last.
             blocks.append(blocks.pop(0))
-        block = np.empty(nbytes + _ALIGNMENT_BYTES, np.uint8)
+        whole = np.empty(nbytes + _ALIGNMENT_BYTES, np.uint8)
+        start = -whole.ctypes.data % _ALIGNMENT_BYTES
+        block = whole[start : start + nbytes]
         while self._kept_bytes + nbytes > self._limit_bytes and len(self._blocks) > 1:
             size, forgotten = self._blocks.popitem(last=False)
             self._kept_bytes -= size * len(forgotten)
@@ -86,9 +81,23 @@ class Recycler:
         return block
 
 
-def _holders(blocks: list[Array], index: int) -> int:
-    """Return a block's reference count, which shows whether a view of it exists."""
-    return sys.getrefcount(blocks[index])
+def _holders(blocks: list[Array], index: int) -> tuple[int, int]:
+    """Return the reference counts of a view and of the memory that all views share."""
+    return sys.getrefcount(blocks[index]), sys.getrefcount(blocks[index].base)
+
+
+# Without the interpreter lock, reference counts do not show unused memory.
+_UNUSED: tuple[int, int] | None = None
+if getattr(sys, "_is_gil_enabled", lambda: True)():
+    _UNUSED = _holders([np.empty(1, np.uint8)[:]], 0)
+
+
+def is_unused(blocks: list[Array], index: int) -> bool:
+    """Return whether only the list refers to ``blocks[index]``, a view of memory.
+
+    False if another view of this memory exists.
+    """
+    return _holders(blocks, index) == _UNUSED
 
 
 class DeviceRecycler:

@@ -186,9 +186,6 @@ READING = """
 import sys
 for name in sys.argv[2].split(","):
     sys.modules[name] = None
-import importlib.util
-found = importlib.util.find_spec
-importlib.util.find_spec = lambda name: None if name in sys.argv[2] else found(name)
 from hpcstrat.data import Dataset
 dataset = Dataset.from_files(sys.argv[1], "x")
 print(next(iter(dataset.stage.columns().values())).how)

@@ -360,6 +360,24 @@ def test_blocks_are_loaded_once_and_dropped_when_they_are_too_many() -> None:
     assert OpenFiles()._most > 16
 
 
+def test_memory_of_dropped_blocks_is_reused_unless_a_view_of_it_exists() -> None:
+    cache, addresses = BlockCache(most_bytes=3000), set()
+
+    def load(key: int) -> Any:
+        block = cache.empty((10, 25), np.dtype(np.float32))
+        block[:] = key
+        return block
+
+    views = []
+    for key in range(100):
+        block = cache.get(key, lambda: load(key))  # noqa: B023
+        addresses.add(block.ctypes.data)
+        if key % 20 == 0:
+            views.append(block[5:])
+    assert [int(view[0, 0]) for view in views] == list(range(0, 100, 20))
+    assert len(addresses) < 15
+
+
 def test_files_are_divided_between_workers_by_policy_file(tmp_path: Path) -> None:
     for index in range(3):
         np.save(tmp_path / f"{index}.npy", np.full(4, index))
