@@ -29,15 +29,13 @@ from hpcstrat.checkpoint.disk import (
     create,
     flush,
     forget_pages,
-    is_direct,
     open_to_read,
     open_to_write,
-    read_into,
-    write_all,
 )
 from hpcstrat.checkpoint.file.extents import FileLayout, choose_block_bytes, part_of
 from hpcstrat.checkpoint.file.image import Image
 from hpcstrat.checkpoint.save.part_writer import NUM_THREADS
+from hpcstrat.engine.file_bytes import is_direct, read_into, write_all
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CheckpointError
 

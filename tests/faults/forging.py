@@ -23,12 +23,12 @@ import numpy as np
 from click.testing import CliRunner
 
 import hpcstrat as hs
-from hpcstrat.checkpoint.disk import PAGE_BYTES
 from hpcstrat.checkpoint.file.commit_record import block_hash, pack_record
 from hpcstrat.checkpoint.file.extents import FileLayout
 from hpcstrat.checkpoint.file.schema import Header, checkpoint_name
 from hpcstrat.checkpoint.file.skeleton import Skeleton
 from hpcstrat.cli.main import main as command
+from hpcstrat.engine.file_bytes import PAGE_BYTES
 from hpcstrat.errors import CorruptCheckpointError
 
 VERSION_1 = Path(__file__).parents[1] / "old_files" / "version-1.h5"

@@ -21,17 +21,10 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from hpcstrat.checkpoint.disk import (
-    PAGE_BYTES,
-    PASSING,
-    closing,
-    open_to_read,
-    read_exactly,
-    read_into,
-    write_all,
-)
+from hpcstrat.checkpoint.disk import PASSING, closing, open_to_read
 from hpcstrat.checkpoint.file.extents import RECORD_BYTES, FileLayout, is_block_size
 from hpcstrat.checkpoint.file.image import Image
+from hpcstrat.engine.file_bytes import PAGE_BYTES, read_exactly, read_into, write_all
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CorruptCheckpointError
 

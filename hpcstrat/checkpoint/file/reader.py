@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 from h5py import h5a
 
-from hpcstrat.checkpoint.disk import PASSING, closing, read_exactly
+from hpcstrat.checkpoint.disk import PASSING, closing
 from hpcstrat.checkpoint.file.commit_record import (
     Blocks,
     Vouched,
@@ -46,6 +46,7 @@ from hpcstrat.checkpoint.file.structure import (
     place_of,
     require_stored_as,
 )
+from hpcstrat.engine.file_bytes import read_exactly
 from hpcstrat.engine.hdf5_files import open_for_reading
 from hpcstrat.engine.options import VariableAggregation
 from hpcstrat.engine.typing import Array

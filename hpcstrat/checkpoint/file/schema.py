@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.checkpoint.disk import PAGE_BYTES
 from hpcstrat.checkpoint.file.division import Box
 from hpcstrat.checkpoint.file.extents import Extent
 from hpcstrat.engine.arrays.casting import FIRST_FOREIGN_TYPE
+from hpcstrat.engine.file_bytes import PAGE_BYTES
 
 __all__ = [
     "COMMIT",

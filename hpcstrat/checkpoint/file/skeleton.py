@@ -19,7 +19,6 @@ import numpy as np
 from h5py import h5a, h5d, h5f, h5g, h5o, h5p, h5s, h5t
 
 from hpcstrat._version import __version__
-from hpcstrat.checkpoint.disk import PAGE_BYTES
 from hpcstrat.checkpoint.file.commit_record import ALGORITHM
 from hpcstrat.checkpoint.file.division import (
     Box,
@@ -52,6 +51,7 @@ from hpcstrat.checkpoint.file.schema import (
     to_index,
 )
 from hpcstrat.cluster_resolver import batch_job_from_environment
+from hpcstrat.engine.file_bytes import PAGE_BYTES
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CheckpointError
 from hpcstrat.variables.aggregation_rules import format_version_of

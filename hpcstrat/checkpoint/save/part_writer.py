@@ -19,10 +19,11 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from hpcstrat.checkpoint.disk import flush, forget_pages, open_to_write, write_all
+from hpcstrat.checkpoint.disk import flush, forget_pages, open_to_write
 from hpcstrat.checkpoint.file.commit_record import block_hash
 from hpcstrat.checkpoint.file.extents import FileLayout
 from hpcstrat.checkpoint.file.image import Image, Source, fill, is_elsewhere
+from hpcstrat.engine.file_bytes import write_all
 from hpcstrat.engine.gpu.transfers import Arrival, Downloads
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import UnavailableError

@@ -24,7 +24,6 @@ from hpcstrat.checkpoint.disk import (
     open_to_write,
     publish,
     remove,
-    write_all,
 )
 from hpcstrat.checkpoint.file.commit_record import (
     pack_record,
@@ -39,6 +38,7 @@ from hpcstrat.checkpoint.keep.folder import Identity, identity_of
 from hpcstrat.checkpoint.keep.retention import Found, Retention
 from hpcstrat.checkpoint.keep.watcher_contract import require_newest_generation
 from hpcstrat.checkpoint.save.part_writer import PartWriter
+from hpcstrat.engine.file_bytes import write_all
 from hpcstrat.engine.gpu.transfers import Downloads
 from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.typing import Array

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.data.sources import runs_of
+from hpcstrat.engine.file_bytes import read_exactly, write_all
 from hpcstrat.engine.typing import Array
 
 __all__ = ["RowArray", "RowFile"]
@@ -129,15 +130,12 @@ class RowFile:
             for file, offset, start, stop in self._places(
                 array, int(rows[first]), first, last
             ):
-                left, place = data[start * size : stop * size], offset
-                while left:
-                    written = os.pwrite(file, left, place)
-                    left, place = left[written:], place + written
+                write_all(file, data[start * size : stop * size], offset)
 
     def read(self, array: RowArray) -> Array:
         """Read all rows of an array of single bytes."""
         parts = [
-            os.pread(file, stop - start, offset)
+            read_exactly(file, offset, stop - start)
             for file, offset, start, stop in self._places(array, 0, 0, array.num_rows)
         ]
         self.sync()

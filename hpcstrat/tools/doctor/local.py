@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.checkpoint.disk import file_system_name, flush, write_all
+from hpcstrat.checkpoint.disk import file_system_name, flush
+from hpcstrat.engine.file_bytes import write_all
 
 __all__ = ["FolderFacts", "Locked", "MemoryProbe", "look_at_folder", "within"]
 

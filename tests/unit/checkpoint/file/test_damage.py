@@ -14,11 +14,11 @@ import pytest
 from click.testing import CliRunner
 
 import hpcstrat as hs
-from hpcstrat.checkpoint.disk import PAGE_BYTES
 from hpcstrat.checkpoint.file.extents import FileLayout
 from hpcstrat.checkpoint.file.reader import CheckpointFile, open_checkpoint
 from hpcstrat.checkpoint.file.schema import FORMAT_VERSION
 from hpcstrat.cli.main import main
+from hpcstrat.engine.file_bytes import PAGE_BYTES
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from tests.faults import forging, fuzzing
 

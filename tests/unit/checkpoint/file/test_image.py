@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 
 import hpcstrat as hs
 from hpcstrat.checkpoint import disk
-from hpcstrat.checkpoint.disk import PAGE_BYTES
 from hpcstrat.checkpoint.file.commit_record import (
     Blocks,
     read_verdict,
@@ -44,6 +43,7 @@ from hpcstrat.checkpoint.file.schema import Entry, Header
 from hpcstrat.checkpoint.file.skeleton import Skeleton, packed_python
 from hpcstrat.checkpoint.keep import folder
 from hpcstrat.checkpoint.save import part_exchange, part_writer, pending_save
+from hpcstrat.engine.file_bytes import PAGE_BYTES, read_into, write_all
 from hpcstrat.engine.topology import process_stat
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from tests.folders import listed
@@ -555,20 +555,20 @@ def test_short_and_refused_calls_are_gone_on_with(
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", shorter)
         if direct and disk._DIRECT:
-            disk.write_all(file, data.data, 0)
+            write_all(file, data.data, 0)
             assert len(calls) > 60
         else:
             with pytest.raises(OSError, match="Invalid argument"):
-                disk.write_all(file, data.data, 0)
-            disk.write_all(file, data.data, 0)
+                write_all(file, data.data, 0)
+            write_all(file, data.data, 0)
     os.close(file)
     assert Path(path).read_bytes() == data.tobytes()
     file = disk.open_to_read(path, direct)
     monkeypatch.setattr(os, "preadv", fewer)
-    disk.read_into(file, image.slot(1).data, 0)
+    read_into(file, image.slot(1).data, 0)
     assert image.slot(1).tobytes() == data.tobytes()
     with pytest.raises(EOFError):
-        disk.read_into(file, image.slot(1).data, PAGE_BYTES)
+        read_into(file, image.slot(1).data, PAGE_BYTES)
     os.close(file)
 
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.checkpoint.disk import PAGE_BYTES
 from hpcstrat.checkpoint.file.extents import FileLayout
 from hpcstrat.checkpoint.file.reader import open_checkpoint
 from hpcstrat.checkpoint.file.schema import FORMAT_VERSION
+from hpcstrat.engine.file_bytes import PAGE_BYTES
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from tests.faults.fuzzing import seal
 from tests.mpi.ranks.saved import warnings_of_checkpoints
