@@ -149,17 +149,21 @@ class RowCosts:
                 )
             else:
                 self._values = self._checked(self._array())
-                bits = xxh3_64_intdigest(np.ascontiguousarray(self._values).data)
-                mine = np.array([bits >> 12, self._values.sum()])
+                digest = xxh3_64_intdigest(np.ascontiguousarray(self._values).data)
+                mine = np.array(digest)
         parts = calls.all_gather_object(mine, _WHAT)
         if self._computes:
             # The ranks have the same values, so that all raise an error or none.
             self._values = self._checked(np.concatenate(parts))
-        elif others := [r for r, part in enumerate(parts) if (part != parts[0]).any()]:
+        elif others := [r for r, part in enumerate(parts) if part != parts[0]]:
+            values: Array = calls.broadcast_object(self._values, 0, _WHAT)
+            row = int(np.argmax(values != self._values))
+            found = calls.all_gather_object((row, self._values[row]), _WHAT)
+            row, cost = found[others[0]]
             raise CollectiveError(
-                "expected the same costs on all ranks, found costs of sum "
-                f"{parts[0][1]} on rank 0, and others, such as of sum "
-                f"{parts[others[0]][1]}, on ranks {in_list(others)}; compute them from "
+                f"expected the same costs on all ranks, found {values[row]:g} for row "
+                f"{row} on rank 0, {cost:g} on rank {others[0]}, and other costs than "
+                f"rank 0's on ranks {in_list(others)} in total; compute costs from "
                 "data that all ranks have, or read them from one file",
                 others,
             )
@@ -205,10 +209,11 @@ class RowCosts:
             expected = f"rows that cost at most max_cost={self.max_cost:g}"
             advice = "raise max_cost, or leave out these rows"
         if wrong.any():
-            row = int(np.argmax(wrong))
+            row, count = int(np.argmax(wrong)), int(wrong.sum())
+            more = f", the first of {count} such rows" if count > 1 else ""
             raise ValueError(
-                f"expected {expected}, found {values[row]:g} for row {row}, and "
-                f"{int(wrong.sum())} such rows in total; {advice}"
+                f"expected {expected}, found {values[row]:g} for row {row}{more}; "
+                f"{advice}"
             )
         return values
 

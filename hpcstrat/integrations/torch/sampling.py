@@ -251,8 +251,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
     ) -> DataLoader[Any]:
         """Make a loader of the dataset's global batches.
 
-        Not collective; each ``iter()`` of the loader is collective over the strategy's
-        replicas.
+        Not collective; the first ``next()`` of each iteration over the loader is
+        collective over the strategy's replicas.
 
         A batch without a row for this replica has the usual structure, with tensors
         that have no rows. With workers, the position of the sampler counts the batches
@@ -380,7 +380,7 @@ class _Seeded(torch.Generator):
 class _Loader(DataLoader[Any]):
     """A loader that reports to its sampler which batches the program has received."""
 
-    # The state before the latest batch, if the program has requested this batch early.
+    # The state before the latest batch, if the loader has no length.
     _before: dict[str, int] | None = None
 
     @property
@@ -390,12 +390,25 @@ class _Loader(DataLoader[Any]):
         return getattr(sampler, "_batch_sampler", sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin an epoch, and return an iterator over its batches."""
-        caller = sys._getframe(1).f_globals["__name__"]
-        if not caller.endswith(".utilities.combined_loader"):
-            return self._told(self._begin())
-        # Lightning calls `iter` before it calls `set_epoch`.
-        return self._told(None)
+        """Yield the batches of an epoch, and count them; the first one begins it.
+
+        Lightning calls ``set_epoch`` between ``iter()`` and the first ``next()``.
+        """
+        sampler = self._sampler_of_rows
+        batches, epoch = self._begin(), sampler.epoch
+        for batch in batches:
+            self._before = None if sampler.has_length else sampler.state()
+            sampler.took()
+            yield batch
+            if sampler.epoch != epoch:
+                raise ValueError(
+                    f"expected to continue with epoch {sampler.epoch}, found a batch "
+                    f"of epoch {epoch}, which Lightning has requested early, because "
+                    "it ignores the position in a checkpoint of a whole epoch; set "
+                    f"sampler.epoch = {sampler.epoch} before fit, or leave out max_cost"
+                )
+        self._before = None
+        sampler.ended()
 
     def _begin(self) -> Iterator[Any]:
         sampler = self._sampler_of_rows
@@ -407,30 +420,12 @@ class _Loader(DataLoader[Any]):
         finally:
             sampler.is_reported = False
 
-    def _told(self, batches: Iterator[Any] | None) -> Iterator[Any]:
-        """Count the batches; without ``batches``, begin when Lightning requests one."""
-        sampler, of_lightning = self._sampler_of_rows, batches is None
-        # Lightning requests each batch of a loader without a length one step early, to
-        # recognize the last batch.
-        early = of_lightning and not sampler.has_length
-        batches = self._begin() if batches is None else batches
-        epoch = sampler.epoch
-        for batch in batches:
-            self._before = sampler.state() if early else None
-            sampler.took()
-            yield batch
-            if of_lightning and sampler.epoch != epoch:
-                raise ValueError(
-                    f"expected to continue with epoch {sampler.epoch}, found a batch "
-                    f"of epoch {epoch}, which Lightning has requested early, because "
-                    "it ignores the position in a checkpoint of a whole epoch; set "
-                    f"sampler.epoch = {sampler.epoch} before fit, or leave out max_cost"
-                )
-        self._before = None
-        sampler.ended()
-
     def state_dict(self) -> dict[str, int]:
-        """Return the position, which Lightning's checkpoints then contain."""
+        """Return the position for a checkpoint of Lightning.
+
+        Lightning requests each batch of a loader without a length one step early, to
+        recognize the last batch. The position is then the one before this batch.
+        """
         return self._before or self._sampler_of_rows.state()
 
     def load_state_dict(self, state: dict[str, int]) -> None:

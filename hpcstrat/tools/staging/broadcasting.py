@@ -128,6 +128,11 @@ class _StagingPlan:
             else:
                 _unpack(folder, copy.partial, nodes)
                 folder, is_unpacked = copy.partial, True
+        if os.path.isfile(folder):
+            raise ValueError(
+                f"expected a folder, or an archive ({', '.join(_ARCHIVES)}), found "
+                f"the file {folder}; pass the folder of an environment"
+            )
         files = list_files(folder, copy.place)
         digest = digest_of_files(files)
         if read_bytes is None:

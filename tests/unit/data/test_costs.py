@@ -111,8 +111,8 @@ def test_a_column_is_read_without_the_other_columns() -> None:
 @pytest.mark.parametrize(
     ("costs", "words"),
     [
-        ([1, 2, -3, 4], "found -3 for row 2, and 1 such rows"),
-        ([1, np.nan, np.nan, 4], "found nan for row 1, and 2 such rows"),
+        ([1, 2, -3, 4], "found -3 for row 2; correct"),
+        ([1, np.nan, np.nan, 4], "found nan for row 1, the first of 2 such rows"),
         ([1, 2, 3, np.inf], "found inf for row 3"),
         ([1, 2, 3], r"one cost for each of 4 rows, found costs of shape \(3,\)"),
         ([1, 2, 3, 9], "at most max_cost=8, found 9 for row 3"),

@@ -292,6 +292,9 @@ def test_damaged_archives_and_odd_files_are_errors(
         stage(source, tmp_path / "copies" / "copy")
     with pytest.raises(FileNotFoundError):
         stage(tmp_path / "nothing", tmp_path / "copies" / "copy")
+    (tmp_path / "x.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"folder, or an archive .*found the file"):
+        stage(tmp_path / "x.txt", tmp_path / "copies" / "copy")
     assert os.listdir(tmp_path / "copies") == []
 
 
