@@ -115,11 +115,12 @@ def _show(staged: Staged, source: str, place: str, seconds: float) -> None:
         )
     else:
         written = staged.num_new * staged.num_bytes
-        saved = staged.num_nodes * staged.num_bytes - staged.read_bytes
         click.echo(
             f"read {staged.read_bytes / 1e6:,.1f} MB once, wrote {written / 1e6:,.1f} "
             f"MB on {staged.num_new} of them, in {seconds:.1f} s"
         )
+    if staged.num_new and staged.num_nodes > 1:
+        saved = staged.num_nodes * staged.num_bytes - staged.read_bytes
         click.echo(
             f"saved: if each node reads all files, that is {max(saved, 0) / 1e6:,.1f} "
             f"MB more, and {staged.num_files * (staged.num_nodes - 1):,} more files "
