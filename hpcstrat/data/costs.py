@@ -149,8 +149,8 @@ class RowCosts:
                 )
             else:
                 self._values = self._checked(self._array())
-                digest = xxh3_64_intdigest(np.ascontiguousarray(self._values).data)
-                mine = np.array(digest)
+                bits = np.ascontiguousarray(self._values + 0.0)  # Make -0.0 be 0.0.
+                mine = np.array(xxh3_64_intdigest(bits.data))
         parts = calls.all_gather_object(mine, _WHAT)
         if self._computes:
             # The ranks have the same values, so that all raise an error or none.
