@@ -156,9 +156,10 @@ class RowCosts:
             # The ranks have the same values, so that all raise an error or none.
             self._values = self._checked(np.concatenate(parts))
         elif others := [r for r, part in enumerate(parts) if part != parts[0]]:
-            values: Array = calls.broadcast_object(self._values, 0, _WHAT)
-            row = int(np.argmax(values != self._values))
-            found = calls.all_gather_object((row, self._values[row]), _WHAT)
+            own: Any = self._values
+            values = calls.broadcast_object(own, 0, _WHAT)
+            row = int(np.argmax(values != own))
+            found = calls.all_gather_object((row, own[row]), _WHAT)
             row, cost = found[others[0]]
             raise CollectiveError(
                 f"expected the same costs on all ranks, found {values[row]:g} for row "

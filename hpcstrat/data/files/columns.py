@@ -237,8 +237,12 @@ class BlockCache:
             for index in range(len(self._dropped)):
                 is_fit = self._dropped[index].nbytes == size
                 if is_fit and is_unused(self._dropped, index):
-                    return self._dropped.pop(index).view(dtype).reshape(shape)
-        return np.empty(size, np.uint8).view(dtype).reshape(shape)
+                    memory = self._dropped.pop(index)
+                    break
+            else:
+                memory = np.empty(size, np.uint8)
+        block: Array = memory.view(dtype).reshape(shape)
+        return block
 
     def clear(self) -> None:
         """Drop all blocks."""
