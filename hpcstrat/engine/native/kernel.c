@@ -1006,8 +1006,9 @@ static int start(sum *s, PyObject *arrays, PyObject *results, int whole) {
     let_go(s);
     PyObject *kept = NULL,
              *into = results == Py_None ? make_results(s, listed) : Py_NewRef(results);
-    /* Keep references to the arrays themselves, because the lists may change during the call. */
-    if (into && (listed || PyList_CheckExact(into)))
+    /* Keep references to the arrays themselves, because the lists may change during the call. A
+     * barrier has no arrays. */
+    if (into && (s->num_arrays || s->num_results) && (listed || PyList_CheckExact(into)))
         kept = Py_BuildValue("NN", listed ? PyList_GetSlice(arrays, 0, s->num_arrays) : Py_NewRef(arrays),
                              PyList_CheckExact(into) ? PyList_GetSlice(into, 0, s->num_results) : Py_NewRef(into));
     else if (into)
