@@ -27,29 +27,32 @@ from hpcstrat.engine.algorithms.field_blocks import (
 )
 from hpcstrat.engine.algorithms.move_plan import copy_own_blocks
 from hpcstrat.engine.arrays.casting import is_half
-from hpcstrat.engine.arrays.kinds import (
-    array_module,
-    as_array,
-    is_device,
-    to_reducible,
+from hpcstrat.engine.arrays.kinds import array_module, as_array, to_reducible
+from hpcstrat.engine.calls.field_checks import (
+    ResultKinds,
+    check_axes,
+    checked_fields,
+    checked_halo,
+    halo_problem,
+    is_int,
+    longer,
+    plain_name,
+    transpose_problem,
 )
+from hpcstrat.engine.calls.reduction_arrays import require_fitting
 from hpcstrat.engine.calls.repeated_moves import Move, RepeatedMoves
 from hpcstrat.engine.channel.call import describe_call
-from hpcstrat.engine.channel.entries import collective
-from hpcstrat.engine.channel.waitable import LengthsDifferError
+from hpcstrat.engine.channel.entries import collective, enter
 from hpcstrat.engine.options import ReduceOp
-from hpcstrat.engine.tree import flatten, unflatten
+from hpcstrat.engine.tree import unflatten
 from hpcstrat.engine.typing import Array, Tree
-from hpcstrat.errors import CollectiveError
 
 __all__ = ["FieldMoves", "grid_lines"]
 
 # Limit of the adjoints whose additions are kept.
 _MOST_ADDITIONS = 1024
-# Shapes and dtypes of new results.
-_Kinds = list[tuple[tuple[int, ...], np.dtype[Any]]]
 # Returns the blocks for the shapes of all ranks' arrays, and the new results.
-_Plan = Callable[[Shapes], tuple[MoveBlocks, _Kinds]]
+_Plan = Callable[[Shapes], tuple[MoveBlocks, ResultKinds]]
 # Returns an error if the shapes of a line's arrays do not fit.
 _Check = Callable[[Shapes, Sequence[int]], Exception | None]
 Width = int | tuple[int, int]
@@ -123,37 +126,35 @@ class FieldMoves:
         a single array.
         """
         lines, outs = lines or self._line, None if out is None else [out]
-        name = _plain_name(axis, width, periodic, lines)
-        found = self._repeat(self._halos, what, name, tree, outs)
-        if found is not None:
-            return found if out is None else out
-        return self._halo(tree, name, (axis, width, periodic, lines), outs, what)
+        name, given = plain_name(axis, width, periodic, lines), (axis, width, periodic)
+        call = self._halo, what, name, tree, outs
+        found = self._halos.call(*call, given, lines)
+        return found if out is None else out
 
-    @collective
-    def _halo(
-        self, tree: Tree, name: Any, given: Any, outs: list[Array] | None, what: str
-    ) -> Tree:
-        found = self._repeat(self._halos, what, name, tree, outs, True)
-        if found is not None:
-            return found if outs is None else outs[0]
-        halo, lines = _checked_halo(*given[:3]), given[3]
-        arrays, structure = _fields(tree, what, halo.axis)
+    def _halo(self, what: str, _: Any, *given: Any) -> Tree:
+        tree, outs, about, lines = given
+        halo = checked_halo(*about)
+        arrays, structure = checked_fields(tree, what, halo.axis)
         sizes = [array.itemsize for array in arrays]
         added = halo.before + halo.after
         results = [
-            (_longer(array.shape, halo.axis, added), array.dtype) for array in arrays
+            (longer(array.shape, halo.axis, added), array.dtype) for array in arrays
         ]
 
-        def plan(shapes: Shapes) -> tuple[MoveBlocks, _Kinds]:
+        def plan(shapes: Shapes) -> tuple[MoveBlocks, ResultKinds]:
             return halo_blocks(shapes, sizes, halo, lines, self.rank), results
 
+        if outs is not None and len(arrays) > 1:
+            raise ValueError(
+                f"expected a single array with out, found {len(arrays)} arrays; call "
+                "halo for each of them"
+            )
         if outs is not None:
-            _check_outs(outs, results)
-        move = self._halos, (what, (*halo, lines), tree), outs
-        text, fields = _halo_text(what, halo), (arrays, structure)
-        check = functools.partial(_halo_problem, halo=halo, pads=0)
-        found = self._move(text, fields, lines, (plan, check), move)
-        return unflatten(structure, list(found))
+            require_fitting(outs, results, False)
+        check = functools.partial(halo_problem, halo=halo, pads=0)
+        repeated = self._halos, (what, (*halo, lines), tree), outs
+        fields, text = (arrays, structure, lines), _halo_text(what, halo)
+        return unflatten(structure, self._move(text, fields, plan, check, repeated))
 
     def halo_adjoint(
         self,
@@ -173,23 +174,22 @@ class FieldMoves:
         values are added in float32. Raises ValueError for dtypes that have no sum.
         """
         lines = lines or self._line
-        name = _plain_name(axis, width, periodic, lines)
+        name, about = plain_name(axis, width, periodic, lines), (axis, width, periodic)
         # The additions of a tree are found by its leaves.
-        name = name if type(tree) is np.ndarray else None
-        found = self._repeat(self._adjoints, what, name, tree)
+        given = what, name if type(tree) is np.ndarray else "", tree, None
+        found = self._adjoints.repeat(*given)
         if found is None:
-            given = axis, width, periodic, lines
-            return self._halo_adjoint(tree, name, given, what)
+            call = self._halo_adjoint, *given, about, lines
+            return enter(self.collectives.channel, what, *call)
         return self._added(found, (name, (tree.shape,), (tree.dtype,)))[0]
 
-    @collective
-    def _halo_adjoint(self, tree: Tree, name: Any, given: Any, what: str) -> Tree:
-        found = self._repeat(self._adjoints, what, name, tree, None, True)
+    def _halo_adjoint(self, what: str, name: Any, *given: Any) -> Tree:
+        tree, out, about, lines = given
+        found = self._adjoints.repeat(what, name, tree, out, True)
         if found is not None:
-            key: Any = name, (tree.shape,), (tree.dtype,)
-            return self._added(found, key)[0]
-        halo, lines = _checked_halo(*given[:3]), given[3]
-        arrays, structure = _fields(tree, what, halo.axis)
+            return self._added(found, (name, (tree.shape,), (tree.dtype,)))[0]
+        halo = checked_halo(*about)
+        arrays, structure = checked_fields(tree, what, halo.axis)
         arrays = [to_reducible(array) for array in arrays]
         pads = halo.before + halo.after
         for array in arrays:
@@ -206,7 +206,7 @@ class FieldMoves:
             tuple(a.dtype for a in arrays),
         )
 
-        def plan(shapes: Shapes) -> tuple[MoveBlocks, _Kinds]:
+        def plan(shapes: Shapes) -> tuple[MoveBlocks, ResultKinds]:
             if len(self._additions) >= _MOST_ADDITIONS:
                 # The plans need the additions: forget these, too.
                 self.close()
@@ -218,16 +218,16 @@ class FieldMoves:
                 (i, (*before, slice(rows.start, rows.stop)), slice(*values))
                 for i, rows, values in additions
             ]
-            kinds: _Kinds = []
+            kinds: ResultKinds = []
             for array, count in zip(arrays, counts, strict=True):
-                kinds.append((_longer(array.shape, halo.axis, -pads), array.dtype))
+                kinds.append((longer(array.shape, halo.axis, -pads), array.dtype))
                 kinds.append(((count,), array.dtype))
             return blocks, kinds
 
-        move = self._adjoints, (what, key[0], tree), None
-        text, fields = _halo_text(what, halo), (arrays, structure)
-        check = functools.partial(_halo_problem, halo=halo, pads=pads)
-        found = self._move(text, fields, lines, (plan, check), move)
+        check = functools.partial(halo_problem, halo=halo, pads=pads)
+        repeated = self._adjoints, (what, key[0], tree), None
+        fields, text = (arrays, structure, lines), _halo_text(what, halo)
+        found = self._move(text, fields, plan, check, repeated)
         return unflatten(structure, self._added(found, key))
 
     def _added(self, found: Sequence[Array], key: Any) -> list[Array]:
@@ -259,20 +259,13 @@ class FieldMoves:
         of `part` along ``whole``. The adjoint is the same call with the axes exchanged.
         """
         lines = lines or self._line
-        plain = type(split) is type(whole) is int
-        name = (split, whole, lines) if plain else None
-        found = self._repeat(self._transposes, what, name, tree)
-        if found is not None:
-            return found
-        return self._transpose(tree, name, (split, whole, lines), what)
+        name = (split, whole, lines) if type(split) is type(whole) is int else ""
+        call = self._transpose, what, name, tree, None
+        return self._transposes.call(*call, split, whole, lines)
 
-    @collective
-    def _transpose(self, tree: Tree, name: Any, given: Any, what: str) -> Tree:
-        found = self._repeat(self._transposes, what, name, tree, None, True)
-        if found is not None:
-            return found
-        split, whole, lines = given
-        arrays, structure = _fields(tree, what, split, whole)
+    def _transpose(self, what: str, _: Any, tree: Tree, *given: Any) -> Tree:
+        _, split, whole, lines = given
+        arrays, structure = checked_fields(tree, what, split, whole)
         if split == whole:
             raise ValueError(
                 f"expected two different axes for {what}, found {split} twice; change "
@@ -282,8 +275,8 @@ class FieldMoves:
         [line] = (line for line in lines if self.rank in line)
         position = line.index(self.rank)
 
-        def plan(shapes: Shapes) -> tuple[MoveBlocks, _Kinds]:
-            results: _Kinds = []
+        def plan(shapes: Shapes) -> tuple[MoveBlocks, ResultKinds]:
+            results: ResultKinds = []
             for i, array in enumerate(arrays):
                 lengths = list(array.shape)
                 lengths[split] = sum(shapes[rank][i][split] for rank in line)
@@ -292,17 +285,17 @@ class FieldMoves:
             axes = split, whole
             return transpose_blocks(shapes, sizes, axes, lines, self.rank), results
 
-        move = self._transposes, (what, given, tree), None
-        text, fields = f"{what}(split={split}, whole={whole})", (arrays, structure)
-        check = functools.partial(_transpose_problem, split=split)
-        found = self._move(text, fields, lines, (plan, check), move)
-        return unflatten(structure, list(found))
+        check = functools.partial(transpose_problem, split=split)
+        repeated = self._transposes, (what, (split, whole, lines), tree), None
+        text = f"{what}(split={split}, whole={whole})"
+        fields = arrays, structure, lines
+        return unflatten(structure, self._move(text, fields, plan, check, repeated))
 
     @collective
     def gather(self, array: Array, axis: int, what: str) -> tuple[Array, list[int]]:
         """Concatenate the ranks' arrays; return also the lengths along the axis."""
         array = as_array(array)
-        _check_axes([array], what, axis)
+        check_axes([array], what, axis)
         own = np.full((1,) * array.ndim, array.shape[axis], np.int64)
         calls: Any = self.collectives
         whole, lengths = calls.all_gather([array, own], axis, what)
@@ -341,49 +334,38 @@ class FieldMoves:
         return total
 
     def _check_root(self, root: int) -> None:
-        if not _is_int(root) or not 0 <= root < self.size:
+        if not is_int(root) or not 0 <= root < self.size:
             raise ValueError(
                 f"expected a position from 0 to {self.size - 1}, found {root!r}; "
                 "change it"
             )
 
-    @staticmethod
-    def _repeat(
-        moves: RepeatedMoves,
-        what: str,
-        name: Any,
-        tree: Tree,
-        outs: list[Array] | None = None,
-        *nested: bool,
-    ) -> Any:
-        """Repeat a call in the kernel; return None if Python code must make it."""
-        if name is None:
-            return None
-        try:
-            return moves.repeat(what, name, tree, outs, *nested)
-        except LengthsDifferError as error:
-            return moves.change(error)
-
     def _move(
         self,
         text: str,
-        fields: tuple[list[Array], Any],
-        lines: Lines,
-        rules: tuple[_Plan, _Check],
+        fields: tuple[list[Array], Any, Lines],
+        plan: _Plan,
+        check: _Check,
         repeated: tuple[RepeatedMoves, tuple[str, Any, Any], list[Array] | None],
-    ) -> Sequence[Array]:
-        """Make a call whose blocks depend on the shapes of all ranks' arrays."""
-        (arrays, structure), (plan, check) = fields, rules
+    ) -> list[Array]:
+        """Make a call whose blocks depend on the shapes of all ranks' arrays.
+
+        ``fields`` are the arrays, their structure, and the lines of ranks; ``repeated``
+        has the calls of this kind, the arguments of the kernel, and the results.
+        """
+        arrays, structure, lines = fields
         moves, given, outs = repeated
         own = tuple(array.shape for array in arrays)
         if self.collectives.channel is None:
             if (problem := check([own], lines[0])) is not None:
                 raise problem
             blocks, kinds = plan([own])
-            results = outs or [np.empty(*kind) for kind in kinds]
+            results = [np.empty(*kind) for kind in kinds]
             plain = [np.require(array, requirements="C") for array in arrays]
             copy_own_blocks(blocks, plain, results)
-            return results
+            for out, result in zip(outs or (), results, strict=False):
+                out[...] = result
+            return outs or results
 
         def read_shapes(rows: Any) -> Any:
             shapes = tuple(_divided(row, own) for row in rows)
@@ -400,31 +382,8 @@ class FieldMoves:
             kinds_text += f" in lines {lines}"
         call = describe_call(text, kinds_text, sum(array.nbytes for array in arrays))
         integers = [n for shape in own for n in shape]
-        return moves.make(
-            Move(call, arrays, outs, own, plan, given, integers, read_shapes, expected)
-        )
-
-
-def _check_outs(outs: Sequence[Any], kinds: _Kinds) -> None:
-    """Raise ValueError if arrays cannot receive results of these shapes and dtypes."""
-    if len(outs) != len(kinds):
-        raise ValueError(
-            f"expected a single array with out, found {len(kinds)} arrays; call halo "
-            "for each of them"
-        )
-    for out, (shape, dtype) in zip(outs, kinds, strict=True):
-        is_array = isinstance(out, np.ndarray)
-        if not is_array or (out.shape, out.dtype) != (shape, dtype):
-            found = f"{out.dtype}{list(out.shape)}" if is_array else type(out).__name__
-            raise ValueError(
-                f"expected {dtype}{list(shape)} as out, found {found}; pass such an "
-                "array, or leave it out"
-            )
-        if not (out.flags.c_contiguous and out.flags.writeable):
-            raise ValueError(
-                "expected a contiguous, writable array as out, found strides "
-                f"{out.strides} and writeable={out.flags.writeable}; pass a new array"
-            )
+        lengths: Any = integers, read_shapes, expected
+        return list(moves.make(Move(call, arrays, outs, own, plan, given, *lengths)))
 
 
 def _halo_text(what: str, halo: Halo) -> str:
@@ -432,118 +391,7 @@ def _halo_text(what: str, halo: Halo) -> str:
     return f"{what}(axis={halo.axis}, width={width}, periodic={halo.periodic})"
 
 
-def _plain_name(axis: Any, width: Any, periodic: Any, lines: Lines) -> Any:
-    """Return the name of a call for the kernel; None if an argument may be wrong."""
-    pair = type(width) is tuple and len(width) == 2
-    before, after = width if pair else (width, width)
-    plain = type(axis) is type(before) is type(after) is int and type(periodic) is bool
-    return (axis, before, after, periodic, lines) if plain else None
-
-
-def _checked_halo(axis: Any, width: Any, periodic: Any) -> Halo:
-    pair = isinstance(width, (tuple, list)) and len(width) == 2
-    before, after = width if pair else (width, width)
-    for one in (before, after):
-        if not _is_int(one):
-            raise TypeError(
-                f"expected an integer or a pair of integers as width, found {width!r}; "
-                "change it"
-            )
-        if one < 0:
-            raise ValueError(
-                f"expected a width of at least 0, found {width!r}; change it"
-            )
-    if not isinstance(periodic, (bool, np.bool_)):
-        raise TypeError(f"expected True or False as periodic, found {periodic!r}")
-    return Halo(axis, int(before), int(after), bool(periodic))
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _fields(tree: Tree, what: str, *axes: Any) -> tuple[list[Array], Any]:
-    """Return the arrays of a tree that have these axes, and the tree's structure."""
-    leaves, structure = flatten(tree)
-    if not leaves:
-        raise ValueError(f"expected an array for {what}, found {tree!r}; pass one")
-    arrays = [as_array(leaf) for leaf in leaves]
-    if any(map(is_device, arrays)):
-        raise NotImplementedError(
-            f"expected arrays in host memory for {what}, found one on a GPU; copy it "
-            "to the host"
-        )
-    _check_axes(arrays, what, *axes)
-    return arrays, structure
-
-
-def _check_axes(arrays: Sequence[Array], what: str, *axes: Any) -> None:
-    for axis, array in itertools.product(axes, arrays):
-        if not _is_int(axis):
-            raise TypeError(f"expected an integer as axis, found {axis!r}; change it")
-        if not 0 <= axis < array.ndim:
-            raise ValueError(
-                f"expected 0 <= axis < {array.ndim}, the dimensions of the array for "
-                f"{what}, found axis {axis}; change it"
-            )
-
-
-def _longer(shape: tuple[int, ...], axis: int, more: int) -> tuple[int, ...]:
-    return (*shape[:axis], shape[axis] + more, *shape[axis + 1 :])
-
-
 def _divided(row: list[int], like: Sequence[tuple[int, ...]]) -> Any:
     """Return a rank's integers as shapes with the numbers of dimensions of ``like``."""
     ends = [0, *itertools.accumulate(map(len, like))]
     return tuple(tuple(row[low:high]) for low, high in itertools.pairwise(ends))
-
-
-def _line_problem(shapes: Shapes, axis: int, line: Sequence[int]) -> Exception | None:
-    """Return an error if lengths differ in a line, other than those along the axis."""
-    for rank, i in itertools.product(line, range(len(shapes[0]))):
-        one, other = shapes[line[0]][i], shapes[rank][i]
-        if _longer(one, axis, -one[axis]) != _longer(other, axis, -other[axis]):
-            return CollectiveError(
-                f"expected equal lengths along all axes except axis {axis}, found "
-                f"shape {one} at position {line[0]} and {other} at position {rank}; "
-                "make them equal"
-            )
-    return None
-
-
-def _halo_problem(
-    shapes: Shapes, line: Sequence[int], *, halo: Halo, pads: int
-) -> Exception | None:
-    """Return an error if a halo does not fit; ``shapes`` have pads of this length."""
-    axis = halo.axis
-    if problem := _line_problem(shapes, axis, line):
-        return problem
-    width = max(halo.before, halo.after)
-    for i in range(len(shapes[0])) if halo.periodic else ():
-        length = sum(shapes[rank][i][axis] - pads for rank in line)
-        if width > length:
-            return ValueError(
-                "expected a periodic halo that is at most as wide as the field, found "
-                f"width {width} and {length} rows along axis {axis} on positions "
-                f"{list(line)}; make it narrower"
-            )
-    return None
-
-
-def _transpose_problem(
-    shapes: Shapes, line: Sequence[int], *, split: int
-) -> Exception | None:
-    """Return an error if lengths are not those of `part`."""
-    if problem := _line_problem(shapes, split, line):
-        return problem
-    for i in range(len(shapes[0])):
-        lengths = [shapes[rank][i][split] for rank in line]
-        whole, count = sum(lengths), len(line)
-        wanted = [len(part(whole, position, count)) for position in range(count)]
-        if lengths != wanted:
-            return ValueError(
-                f"expected {wanted} rows along axis {split} on positions {list(line)}, "
-                f"as part({whole}, {split}) divides {whole} rows, found {lengths}; "
-                "divide the array by part"
-            )
-    return None

@@ -23,9 +23,7 @@ from hpcstrat.engine.calls.gpu_moves import broadcast_on_gpus, gathered_on_gpus
 from hpcstrat.engine.calls.reduction_arrays import by_memory, list_structure
 from hpcstrat.engine.calls.repeated_moves import Move, RepeatedMoves
 from hpcstrat.engine.channel.call import Call, describe_call, signature_text
-from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.channel.pending_calls import PendingCall
-from hpcstrat.engine.channel.waitable import LengthsDifferError
 from hpcstrat.engine.tree import flatten, unflatten
 from hpcstrat.engine.typing import Array, Tree
 
@@ -49,7 +47,6 @@ class Gathers:
         self.collectives = collectives
         self._gathers = RepeatedMoves(collectives)
         self._broadcasts = RepeatedMoves(collectives)
-        self._repeat_gather = self._gathers.repeat
 
     def close(self) -> None:
         """Forget the plans, which hold shared memory."""
@@ -65,21 +62,13 @@ class Gathers:
         ReplicaError. Raises CollectiveError on every replica if the replicas disagree
         on dtype, number of dimensions, or a dimension other than ``axis``.
         """
-        found = self.repeat_gather(what, axis, tree)
-        return self._all_gather(tree, axis, what) if found is None else found
+        return self._gathers.call(self._all_gather, what, axis, tree, None)
 
     def repeat_gather(self, what: str, axis: int, tree: Tree) -> Any:
         """Make an earlier `all_gather` again in the kernel; else return None."""
-        try:
-            return self._repeat_gather(what, axis, tree, None)
-        except LengthsDifferError as error:
-            return self._gathers.change(error)
+        return self._gathers.repeat(what, axis, tree, None)
 
-    @collective
-    def _all_gather(self, tree: Tree, axis: int, what: str) -> Tree:
-        found = self._gathers.repeat_inside(what, axis, tree, None)
-        if found is not None:
-            return found
+    def _all_gather(self, what: str, axis: int, tree: Tree, _: None) -> Tree:
         leaves, structure = flatten(tree)
         arrays = [_gatherable(leaf, axis) for leaf in leaves]
         if self.collectives.channel is None:
@@ -155,14 +144,9 @@ class Gathers:
         Raises CollectiveError on every replica if the replicas disagree on root,
         structure, shape or dtype.
         """
-        found = self._broadcasts.repeat(what, root, tree, None)
-        return self._broadcast(tree, root, what) if found is None else found
+        return self._broadcasts.call(self._broadcast, what, root, tree, None)
 
-    @collective
-    def _broadcast(self, tree: Tree, root: int, what: str) -> Tree:
-        found = self._broadcasts.repeat_inside(what, root, tree, None)
-        if found is not None:
-            return found
+    def _broadcast(self, what: str, root: int, tree: Tree, _: None) -> Tree:
         leaves, structure = flatten(tree)
         arrays = [as_array(leaf) for leaf in leaves]
         calls = self.collectives

@@ -21,8 +21,6 @@ from hpcstrat.engine.algorithms.blocks import (
 from hpcstrat.engine.call_sites import call_site
 from hpcstrat.engine.calls.repeated_moves import Move, RepeatedMoves
 from hpcstrat.engine.channel.call import Call, describe_call
-from hpcstrat.engine.channel.entries import collective
-from hpcstrat.engine.channel.waitable import LengthsDifferError
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CollectiveError
 
@@ -50,7 +48,6 @@ class Moves:
         self.collectives = collectives
         self.size, self.rank = collectives.size, collectives.rank
         self._repeated = RepeatedMoves(collectives)
-        self._repeat = self._repeated.repeat
         # The arrays of a barrier.
         self._nothing: list[Array] = []
 
@@ -60,70 +57,58 @@ class Moves:
 
     def barrier(self, what: str = "barrier") -> None:
         """Wait for all replicas; collective over ``topology.replica_comm``."""
-        nothing = self._nothing
-        if what != "barrier" or self._repeat(what, None, nothing, nothing) is None:
-            self._barrier(what)
+        if what == "barrier":
+            nothing = self._nothing
+            self._repeated.call(self._barrier, what, None, nothing, nothing)
+        elif self.collectives.channel is not None:
+            seconds = self.collectives.timeout_seconds
+            agree = self.collectives.channel.agree
+            self.collectives.call(what, agree, describe_call(what), seconds)
 
-    @collective
-    def _barrier(self, what: str) -> None:
-        channel, given = self.collectives.channel, (what, None, self._nothing)
-        if channel is None:
-            return
-        if what != "barrier":
-            channel.agree(describe_call(what), self.collectives.timeout_seconds)
-        elif self._repeated.repeat_inside(*given, self._nothing) is None:
+    def _barrier(self, *given: Any) -> None:
+        if not self.alone():
             blocks = MoveBlocks([], [], [0] * self.size, None)
-            self._move(describe_call(what), [], [], blocks, given)
+            self._move(describe_call("barrier"), [], [], blocks, given[:3])
 
     def all_gather_into(self, own: Array, parts: Sequence[Array], what: str) -> None:
         """Copy replica ``r``'s array into part ``r``, on every replica, for each ``r``.
 
         ``own`` may be this replica's part.
         """
-        if self._repeat(what, None, own, parts) is None:
-            self._all_gather_into(own, parts, what)
+        self._repeated.call(self._all_gather_into, what, None, own, parts)
 
-    @collective
-    def _all_gather_into(self, own: Array, parts: Sequence[Array], what: str) -> None:
-        given = what, None, own
-        if self._repeated.repeat_inside(*given, parts) is not None:
-            return
+    def _all_gather_into(
+        self, what: str, name: None, own: Array, parts: Sequence[Array]
+    ) -> None:
         self.check_parts(parts, own, self.rank)
         call = describe_arrays(what, own, [flat_view(part) for part in parts])
-        if not self.alone(own, parts[self.rank]):
-            sizes = [part.nbytes for part in parts]
-            blocks = gathered_blocks([(n,) for n in sizes], (1,), (1,), self.rank)
-            takes = [b._replace(array=b.rank, at=0) for b in blocks.takes]
-            blocks = MoveBlocks(
-                blocks.puts,
-                takes,
-                sizes,
-                None,
-                (0, self.rank) if own.size else (-1, -1),
-            )
-            self._move(call, [own], parts, blocks, given)
+        if self.alone(own, parts[self.rank]):
+            return
+        sizes = [part.nbytes for part in parts]
+        blocks = gathered_blocks([(n,) for n in sizes], (1,), (1,), self.rank)
+        takes = [b._replace(array=b.rank, at=0) for b in blocks.takes]
+        kept = (0, self.rank) if own.size else (-1, -1)
+        blocks = MoveBlocks(blocks.puts, takes, sizes, None, kept)
+        self._move(call, [own], parts, blocks, (what, name, own))
 
     def broadcast_into(self, array: Array, root: int, what: str) -> None:
         """Copy the root's values into ``array`` of every replica."""
         sends = self.rank == root
         arrays, outs = ([array], []) if sends else ([], [array])
-        if self._repeat(what, root, arrays, outs) is None:
-            self._broadcast_into(array, root, what)
+        self._repeated.call(self._broadcast_into, what, root, arrays, outs)
 
-    @collective
-    def _broadcast_into(self, array: Array, root: int, what: str) -> None:
+    def _broadcast_into(
+        self, what: str, root: int, arrays: list[Array], outs: list[Array]
+    ) -> None:
         self.check_root(root)
+        [array] = arrays + outs
         flat_view(array)
-        sends = self.rank == root
-        sources, results = ([array], []) if sends else ([], [array])
         call = describe_arrays(f"{what}(root={root})", array)
         if not self.alone():
-            blocks = broadcast_blocks(
-                [array.nbytes], root, self.rank, self.size, in_place=True
-            )
-            self._move(call, sources, results, blocks, (what, root, sources))
+            here = self.rank, self.size
+            blocks = broadcast_blocks([array.nbytes], root, *here, in_place=True)
+            self._move(call, arrays, outs, blocks, (what, root, arrays))
 
-    @collective
     def gather_into(
         self, own: Array, parts: Sequence[Array] | None, root: int, what: str
     ) -> None:
@@ -131,23 +116,21 @@ class Moves:
 
         Only the root's ``parts`` are used, which must all have the size of ``own``.
         """
-        here = self.rank == root
-        outs = list(parts or ()) if here else []
-        given = what, root, own
-        if self._repeated.repeat_inside(*given, outs) is not None:
-            return
+        outs = list(parts or ()) if self.rank == root else []
+        self._repeated.call(self._gather_into, what, root, own, outs)
+
+    def _gather_into(self, what: str, root: int, own: Array, outs: list[Array]) -> None:
         self.check_root(root)
+        here, table = self.rank == root, np.zeros((self.size, self.size), np.int64)
         if here:
             self._check_equal(outs, own, "gives")
         call = describe_arrays(f"{what}(root={root})", own)
         if not self.alone(own, outs[0] if here else None):
-            table = np.zeros((self.size, self.size), np.int64)
             table[:, root] = own.nbytes
-            results = {rank: rank for rank in range(self.size)}
-            blocks = sent_blocks(table, self.rank, {root: 0}, results if here else {})
-            self._move(call, [own], outs, blocks, given)
+            results = {rank: rank for rank in range(self.size)} if here else {}
+            blocks = sent_blocks(table, self.rank, {root: 0}, results)
+            self._move(call, [own], outs, blocks, (what, root, own))
 
-    @collective
     def scatter_into(
         self, parts: Sequence[Array] | None, result: Array, root: int, what: str
     ) -> None:
@@ -155,22 +138,24 @@ class Moves:
 
         Only the root's ``parts`` are used, which must all have the size of ``result``.
         """
-        here = self.rank == root
-        sources = list(parts or ()) if here else []
-        given = what, root, sources
-        if self._repeated.repeat_inside(*given, [result]) is not None:
-            return
+        sources = list(parts or ()) if self.rank == root else []
+        self._repeated.call(self._scatter_into, what, root, sources, [result])
+
+    def _scatter_into(
+        self, what: str, root: int, sources: list[Array], outs: list[Array]
+    ) -> None:
         self.check_root(root)
+        here, table = self.rank == root, np.zeros((self.size, self.size), np.int64)
+        [result] = outs
         flat_view(result)
         if here:
             self._check_equal(sources, result, "takes")
         call = describe_arrays(f"{what}(root={root})", result)
         if not self.alone(sources[0] if here else None, result):
-            table = np.zeros((self.size, self.size), np.int64)
             table[root] = result.nbytes
-            to = {rank: rank for rank in range(self.size)}
-            blocks = sent_blocks(table, self.rank, to if here else {}, {root: 0})
-            self._move(call, sources, [result], blocks, given)
+            to = {rank: rank for rank in range(self.size)} if here else {}
+            blocks = sent_blocks(table, self.rank, to, {root: 0})
+            self._move(call, sources, outs, blocks, (what, root, sources))
 
     def all_to_all(
         self, sends: Sequence[Array], receives: Sequence[Array], what: str
@@ -181,32 +166,22 @@ class Moves:
         another number of elements than the receiver expects, all replicas raise
         CollectiveError.
         """
-        arrays, outs = list(sends), list(receives)
-        try:
-            if self._repeat(what, "all", arrays, outs) is not None:
-                return
-        except LengthsDifferError as error:
-            self._repeated.change(error)
-        self._all_to_all(arrays, outs, what)
+        given = what, "all", list(sends), list(receives)
+        self._repeated.call(self._all_to_all, *given)
 
-    @collective
-    def _all_to_all(self, sends: list[Array], receives: list[Array], what: str) -> None:
+    def _all_to_all(
+        self, what: str, name: str, sends: list[Array], receives: list[Array]
+    ) -> None:
         size = self.size
         if not len(sends) == len(receives) == size:
             raise ValueError(
                 f"expected {size} parts to send and to receive, one for each replica, "
                 f"found {len(sends)} and {len(receives)}; pass as many"
             )
-        kinds = {str(array.dtype) for array in (*sends, *receives)}
-        if len(kinds) > 1:
-            raise ValueError(
-                f"expected parts of one dtype, found {sorted(kinds)}; cast them first"
-            )
-        call = describe_call(what, f"{kinds.pop()} to {size} replicas")
-        given = what, "all", sends
-        self._send(
-            call, dict(enumerate(sends)), dict(enumerate(receives)), given, equal=True
-        )
+        kind = _common_dtype("parts", [*sends, *receives])
+        call, given = describe_call(what, f"{kind} to {size} replicas"), (what, name)
+        every = dict(enumerate(sends)), dict(enumerate(receives))
+        self._send(call, *every, (*given, sends), equal=True)
 
     def exchange(
         self, sends: Mapping[int, Array], receives: Mapping[int, Array], what: str
@@ -220,26 +195,22 @@ class Moves:
         """
         name = tuple(sends), tuple(receives)
         arrays, outs = list(sends.values()), list(receives.values())
-        try:
-            if self._repeat(what, name, arrays, outs) is not None:
-                return
-        except LengthsDifferError as error:
-            self._repeated.change(error)
-        self._exchange(sends, receives, what)
+        self._repeated.call(self._exchange, what, name, arrays, outs)
 
-    @collective
     def _exchange(
-        self, sends: Mapping[int, Array], receives: Mapping[int, Array], what: str
+        self, what: str, name: Any, arrays: list[Array], outs: list[Array]
     ) -> None:
+        sends, receives = (
+            dict(zip(*pair, strict=True))
+            for pair in zip(name, (arrays, outs), strict=True)
+        )
         for rank in (*sends, *receives):
             if not 0 <= rank < self.size:
                 raise ValueError(
                     f"expected replicas from 0 to {self.size - 1} as neighbors, found "
                     f"{rank}; change it"
                 )
-        name = tuple(sends), tuple(receives)
-        given = what, name, list(sends.values())
-        self._send(describe_call(what), sends, receives, given)
+        self._send(describe_call(what), sends, receives, (what, name, arrays))
 
     def _send(
         self,
@@ -323,11 +294,7 @@ class Moves:
                 f"expected {self.size} parts, one for each replica, found "
                 f"{len(parts)}; pass as many"
             )
-        kinds = {str(array.dtype) for array in (*parts, own)}
-        if len(kinds) > 1:
-            raise ValueError(
-                f"expected arrays of one dtype, found {sorted(kinds)}; cast them first"
-            )
+        _common_dtype("arrays", [*parts, own])
         if parts[rank].size != own.size:
             raise ValueError(
                 f"expected {parts[rank].size} elements, as part {rank} has, found "
@@ -343,6 +310,16 @@ class Moves:
                 f"expected parts of {own.size} elements, as this replica {does}, found "
                 f"sizes {[part.size for part in parts]}; make them equal"
             )
+
+
+def _common_dtype(what: str, arrays: Sequence[Array]) -> str:
+    """Return the only dtype of arrays; raise ValueError if there are several."""
+    kinds = {str(array.dtype) for array in arrays}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"expected {what} of one dtype, found {sorted(kinds)}; cast them first"
+        )
+    return kinds.pop()
 
 
 def _sizes(parts: Mapping[int, Array]) -> tuple[tuple[int, int, str], ...]:

@@ -20,6 +20,7 @@ from hpcstrat.engine.algorithms.kernel_call import repeater
 from hpcstrat.engine.algorithms.move_plan import MovePlan
 from hpcstrat.engine.arrays.recycling import Recycler
 from hpcstrat.engine.channel.call import Call
+from hpcstrat.engine.channel.entries import enter
 from hpcstrat.engine.channel.waitable import LengthsDifferError
 from hpcstrat.engine.typing import Array
 
@@ -102,33 +103,62 @@ class _Kind:
 
 
 class RepeatedMoves:
-    """Makes calls that move arrays, by plans that are kept for later calls.
-
-    ``repeat`` is the kernel's function that makes an earlier call again, or returns
-    None; it raises LengthsDifferError if lengths have changed.
-    """
+    """Makes calls that move arrays, by plans that are kept for later calls."""
 
     def __init__(self, collectives: Any) -> None:
         # The `Collectives` of the replicas.
         self._collectives = collectives
         self._kinds: dict[Hashable, _Kind] = {}
         self._recycler = Recycler()
-        self.repeat = repeater(collectives.channel)
+        self._repeat = repeater(collectives.channel)
 
     def close(self) -> None:
         """Forget the plans, which hold shared memory."""
         self._kinds.clear()
 
-    def repeat_inside(self, what: str, name: Any, value: Any, out: Any) -> Any:
-        """Repeat a call in the kernel, inside of an entry; return None if it cannot."""
-        try:
-            return self.repeat(what, name, value, out, True)
-        except LengthsDifferError as error:
-            return self.change(error)
+    def call(
+        self,
+        make: Callable[..., Any],
+        what: str,
+        name: Any,
+        value: Any,
+        out: Any,
+        *given: Any,
+    ) -> Any:
+        """Repeat an earlier call in the kernel; else make it by ``make``, as an entry.
 
-    def change(self, error: LengthsDifferError) -> None:
-        """Note that the ranks have expected different lengths in a call."""
-        self._kind(error.call).change()
+        Collective over ``topology.replica_comm``. ``make`` gets all other arguments. A
+        call is known by its name, the name of the operation, and the arrays.
+        """
+        found = self.repeat(what, name, value, out)
+        if found is None:
+            call = self._call_inside, make, what, name, value, out
+            found = enter(self._collectives.channel, what, *call, *given)
+        return found
+
+    def _call_inside(
+        self,
+        make: Callable[..., Any],
+        what: str,
+        name: Any,
+        value: Any,
+        out: Any,
+        *given: Any,
+    ) -> Any:
+        # Only here may the call be a part of another call of this thread.
+        found = self.repeat(what, name, value, out, True)
+        return make(what, name, value, out, *given) if found is None else found
+
+    def repeat(self, *given: Any) -> Any:
+        """Make an earlier call again in the kernel; return None if it cannot.
+
+        The arguments are those of the kernel's function ``repeat``.
+        """
+        try:
+            return self._repeat(*given)
+        except LengthsDifferError as error:
+            self._kind(error.call).change()
+        return None
 
     def _kind(self, call: Call) -> _Kind:
         """Return what this rank knows of a call's kind, whatever the lengths."""
@@ -244,7 +274,7 @@ class RepeatedMoves:
             kind.keep(move.own, plan)
             if move.given is not None and type(move.given[-1]) in (list, np.ndarray):
                 what, name, value = move.given
-                plan.keep(self.repeat, what, name, type(value) is list, self._seconds)
+                plan.keep(self._repeat, what, name, type(value) is list, self._seconds)
         return plan
 
     def _new_plan(self, call: Call, blocks: MoveBlocks, kinds: Any) -> MovePlan:

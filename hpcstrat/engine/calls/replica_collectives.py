@@ -17,7 +17,7 @@ from hpcstrat.engine.calls.reductions import Reductions
 from hpcstrat.engine.channel.call import Call, describe_call
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.closed import ClosedChannel
-from hpcstrat.engine.channel.entries import collective, interrupted_call
+from hpcstrat.engine.channel.entries import collective, enter, interrupted_call
 from hpcstrat.engine.channel.sections import Section
 from hpcstrat.engine.options import CommunicationOptions
 from hpcstrat.engine.typing import Array
@@ -69,14 +69,13 @@ class Collectives:
         """Return this object; the `collective` decorator reads the channel from it."""
         return self
 
-    @collective
     def call(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the library that makes collective calls, as one entry.
 
         Collective over ``topology.replica_comm``. If ``function`` fails on one replica,
         all replicas raise.
         """
-        return function(*args)
+        return enter(self.channel, what, function, *args)
 
     def section(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Return a context manager for a section, which all replicas leave together.

@@ -1,4 +1,4 @@
-"""The decorator of entries: it reports errors in collective calls to the other ranks.
+"""Entries, which report errors in collective calls to the other ranks.
 
 If an error ends a call on one rank, the other ranks still wait in this call, which MPI
 would match with the failed rank's next call. If the failed rank has not posted a header
@@ -36,6 +36,7 @@ from hpcstrat.errors import CollectiveError
 
 __all__ = [
     "collective",
+    "enter",
     "interrupted_call",
     "is_inner",
     "open_channels",
@@ -63,39 +64,55 @@ def collective(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
-        channel = self.collectives.channel
-        if channel is None:
-            return method(self, *args, **kwargs)
-        if channel.elsewhere is not None:
-            channel.elsewhere()
-        # No other thread can run between the test and the assignment of ``thread``.
-        state, thread = channel.state, get_ident()
-        outer = state.thread
-        if outer not in (0, thread):
-            _refuse(channel, outer, what)
-        if outer or channel.pending or len(open_channels) > 1:
-            refuse_inner(what)
-        entered, state.thread = state.num_calls, thread
-        if not outer:
-            state.what = what
-        try:
-            if channel.failures.broken and not outer:
-                # Try to resume before the method uses the rings. If that is not
-                # possible, the method raises CollectiveError at its first call.
-                channel.failures.resume(what)
-                entered = state.num_calls
-            return method(self, *args, **kwargs)
-        except BaseException as error:
-            named = inspect.signature(method).bind_partial(self, *args, **kwargs)
-            channel.failures.leave(named.arguments.get("what", what), error, entered)
-            raise
-        finally:
-            state.thread = outer
+        return enter(self.collectives.channel, what, method, self, *args, **kwargs)
 
     return entry  # type: ignore[return-value]
 
 
-_ENTRY = collective(lambda self: None).__code__
+def enter(
+    channel: Any, what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a function as an entry: all ranks of ``channel`` call it.
+
+    Errors name the call by the function's argument ``what``, if it has one.
+    """
+    if channel is None:
+        return function(*args, **kwargs)
+    if channel.elsewhere is not None:
+        channel.elsewhere()
+    # No other thread can run between the test and the assignment of ``thread``.
+    state, thread = channel.state, get_ident()
+    outer = state.thread
+    if outer not in (0, thread):
+        _refuse(channel, outer, what)
+    if outer or channel.pending or len(open_channels) > 1:
+        refuse_inner(what)
+    entered, state.thread = state.num_calls, thread
+    if not outer:
+        state.what = what
+    try:
+        if channel.failures.broken and not outer:
+            # Try to resume before the function uses the rings. If that is not
+            # possible, the function raises CollectiveError at its first call.
+            channel.failures.resume(what)
+            entered = state.num_calls
+        return function(*args, **kwargs)
+    except BaseException as error:
+        name = _name(what, function, args, kwargs)
+        channel.failures.leave(name, error, entered)
+        raise
+    finally:
+        state.thread = outer
+
+
+def _name(what: str, function: Callable[..., Any], args: Any, named: Any) -> Any:
+    """Return the argument ``what`` of a call, or ``what`` if it has none."""
+    try:
+        given = inspect.signature(function).bind_partial(*args, **named).arguments
+    except (TypeError, ValueError):
+        # The arguments do not fit, or the function is not written in Python.
+        return what
+    return given.get("what", what)
 
 
 def refuse_inner(what: str) -> None:
@@ -137,7 +154,7 @@ def interrupted_call(depth: int = 1) -> str:
 
 def _interrupts(frame: FrameType | None) -> bool:
     """Return whether a function, or one that has called it, interrupts a call."""
-    while frame is not None and frame.f_code is not _ENTRY:
+    while frame is not None and frame.f_code is not enter.__code__:
         path = frame.f_code.co_filename
         if path.startswith(_EXCHANGING) and path != __file__:
             return True

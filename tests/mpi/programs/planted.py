@@ -47,6 +47,7 @@ _PACKAGE = os.path.dirname(os.path.abspath(hs.__file__)) + os.sep
 # call that was never made, or that has already ended.
 _EDGES = {
     (os.path.join(_PACKAGE, "engine", "channel", "entries.py"), "entry"),
+    (os.path.join(_PACKAGE, "engine", "channel", "entries.py"), "enter"),
     (os.path.join(_PACKAGE, "engine", "channel", "failures.py"), "leave"),
 }
 _LIMIT_SECONDS = 20
