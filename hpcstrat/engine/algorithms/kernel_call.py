@@ -73,7 +73,7 @@ class SentValues:
     """
 
     def __init__(self, values: WorkerValues, headers: WireHeaders, nbytes: int) -> None:
-        self.nbytes = nbytes
+        self.nbytes, self.place_bytes = nbytes, values.place_bytes
         places, me = values.places[:, :nbytes], headers.worker
         most = max(headers.counts)
         # The values of this worker and of the next workers, in the messages it sends.

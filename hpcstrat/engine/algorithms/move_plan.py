@@ -32,7 +32,7 @@ from hpcstrat.engine.channel.wire_headers import HeaderBlocks, carried_bytes
 from hpcstrat.engine.native import load
 from hpcstrat.engine.typing import Array
 
-__all__ = ["MovePlan", "copy_own_blocks", "hand_over"]
+__all__ = ["MovePlan", "copy_own_blocks", "hand_over", "sent_in_header"]
 
 # Ranks read streams from this size on in each other's memory, instead of copying them
 # through the places of the rings: each byte is copied once. Below, this is slower: two
@@ -78,12 +78,11 @@ class MovePlan:
         piece_bytes = cached_piece_bytes(channel.topology.slot_bytes, channel.topology)
         ranks = list(range(channel.topology.num_replicas))
         if wire is not None:
-            self._carried = _Carried.make(blocks, channel)
-            one_each = all(index == 0 for _, index in wire.where)
-            if self._carried is None or wire.values is None or not one_each:
+            self._carried = _Carried.make(blocks.nbytes, channel)
+            sent = sent_in_header(blocks.nbytes, channel)
+            if sent is None:
                 return
-            sent = SentValues(wire.values, wire, self._carried.nbytes)
-            piece_bytes = wire.values.place_bytes
+            piece_bytes = sent.place_bytes
             ranks = [worker for worker, _ in wire.where]
         if kernel is None:
             return
@@ -271,6 +270,29 @@ def hand_over(
         place = after
 
 
+def sent_in_header(nbytes: int, channel: Channel) -> SentValues | None:
+    """Return streams of a size in a header, from the kernel; None if it cannot."""
+    wire: Any = channel.wire
+    if wire.values is None or any(index for _, index in wire.where):
+        return None
+    row_bytes, num_rows = _rows_in_header(nbytes, channel)
+    return SentValues(wire.values, wire, carried_bytes(row_bytes)) if num_rows else None
+
+
+def _rows_in_header(nbytes: int, channel: Channel) -> tuple[int, int]:
+    """Return the bytes of a stream in a header, and the number of a worker's streams.
+
+    The number is 0 if the streams are too long.
+    """
+    assert channel.wire is not None
+    row_bytes = -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    num_rows = max(index for _, index in channel.wire.where) + 1
+    each = carried_bytes(row_bytes * num_rows)
+    slot_bytes, workers = channel.topology.slot_bytes, channel.wire.num_workers
+    fits = each <= channel.wire.room_bytes and each * workers <= slot_bytes
+    return row_bytes, num_rows * fits
+
+
 class _Carried(HeaderBlocks):
     """Short streams of all replicas, in the header of a call between workers.
 
@@ -292,17 +314,10 @@ class _Carried(HeaderBlocks):
         self._place = self._channel.rings.of(np.dtype(np.uint8))[:, :0]
 
     @classmethod
-    def make(cls, blocks: MoveBlocks, channel: Channel) -> _Carried | None:
-        """Return the payload of a call, or None if its streams are too long."""
-        assert channel.wire is not None
-        where = channel.wire.where
-        row_bytes = -(-blocks.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        num_rows = max(index for _, index in where) + 1
-        nbytes = carried_bytes(row_bytes * num_rows)
-        most = min(channel.wire.room_bytes, channel.topology.slot_bytes)
-        if nbytes * channel.wire.num_workers > channel.topology.slot_bytes:
-            return None
-        return cls(channel, row_bytes, num_rows) if nbytes <= most else None
+    def make(cls, nbytes: int, channel: Channel) -> _Carried | None:
+        """Return the payload for streams of a size, or None if they are too long."""
+        row_bytes, num_rows = _rows_in_header(nbytes, channel)
+        return cls(channel, row_bytes, num_rows) if num_rows else None
 
     def steps(
         self, own: Array, takes: Sequence[Block], targets: Sequence[Array]

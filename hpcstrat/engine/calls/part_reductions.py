@@ -11,13 +11,17 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.engine.algorithms.blocks import sent_blocks
 from hpcstrat.engine.algorithms.kernel_call import (
     KernelCall,
     cached_piece_bytes,
     repeater,
 )
-from hpcstrat.engine.algorithms.parts import combine_terms, reduce_scatter
+from hpcstrat.engine.algorithms.move_plan import sent_in_header
+from hpcstrat.engine.algorithms.work import add_in_order, divide
+from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings, is_half
 from hpcstrat.engine.calls.moves import Moves, describe_arrays, flat_view
+from hpcstrat.engine.calls.repeated_moves import RepeatedMoves
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.native import load, type_codes
@@ -26,8 +30,8 @@ from hpcstrat.engine.typing import Array
 __all__ = ["PartReductions"]
 
 _MOST_KEPT = 512
-# Between workers, arrays of at most this size are combined after an all-to-all.
-_FEW_BYTES = 64 << 10
+# Limit of the memory into which a rank receives the other ranks' values at a time.
+_MOST_RECEIVED_BYTES = 16 << 20
 
 
 class PartReductions:
@@ -44,13 +48,14 @@ class PartReductions:
         self._size, self._rank = collectives.size, collectives.rank
         # The kernel's calls, by the description of the call and the arrays' shapes.
         self._scatters: dict[Hashable, KernelCall] = {}
-        # The kinds of calls between workers with few values, whose arrays are checked.
-        self._few: set[Hashable] = set()
         self._repeat = repeater(collectives.channel)
+        # The calls by which ranks receive the values that they combine.
+        self._terms = RepeatedMoves(collectives)
 
     def close(self) -> None:
         """Forget the kernel's calls, which hold shared memory."""
         self._scatters.clear()
+        self._terms.close()
 
     @collective
     def combine(self, function: np.ufunc, array: Array, what: str) -> None:
@@ -110,9 +115,6 @@ class PartReductions:
         this replica's part of the results; it may be the memory of this part itself.
         """
         parts = list(parts)
-        if self._few and (what, *_kind(function, parts, result, divisor)) in self._few:
-            self._combine_few(function, parts, result, what, divisor)
-            return
         name, outs = (function.__name__, divisor), [result]
         if self._repeat(what, name, parts, outs) is None:
             self._reduce_scatter(function, parts, result, what, divisor)
@@ -153,29 +155,8 @@ class PartReductions:
         if kernel_call is not None:
             kernel_call.run(parts, [result], seconds)
             return
-        wire = getattr(self.collectives.channel, "wire", None)
-        if wire is not None and sum(part.nbytes for part in parts) <= _FEW_BYTES:
-            if len(self._few) >= _MOST_KEPT:
-                self._few.clear()
-            self._few.add((what, *_kind(function, parts, result, divisor)))
-            self._combine_few(function, parts, result, what, divisor)
-            return
         flats = [flat_view(part) for part in parts]
         self._scatter(function, flats, flat, call, divisor)
-
-    def _combine_few(
-        self,
-        function: np.ufunc,
-        parts: Sequence[Array],
-        result: Array,
-        what: str,
-        divisor: int,
-    ) -> None:
-        """Combine few values: an all-to-all sends them in its header."""
-        terms = [np.empty_like(result) for _ in parts]
-        self._moves.all_to_all(parts, terms, what)
-        flats = [flat_view(term) for term in terms]
-        combine_terms(flats, flat_view(result), function, divisor=divisor)
 
     def _kernel_scatter(
         self,
@@ -190,25 +171,33 @@ class PartReductions:
         Its sums have the same bits as those of `reduce_scatter`.
         """
         channel = self.collectives.channel
-        if channel is None or channel.kernel is None or channel.wire is not None:
+        if channel is None or channel.kernel is None or function is not np.add:
             return None
-        codes = type_codes([result.dtype], "SUM") if function is np.add else None
+        codes = type_codes([result.dtype], "SUM")
         if codes is None or (divisor and result.dtype.kind not in "fc"):
             return None
         key = call, divisor, tuple(a.shape for a in (*parts, result))
         found = self._scatters.get(key)
         if found is None:
-            likes = [np.broadcast_to(np.empty((), a.dtype), a.shape) for a in parts]
-            like = np.broadcast_to(np.empty((), result.dtype), result.shape)
+            sent, nbytes = None, max(part.nbytes for part in parts)
             piece_bytes = cached_piece_bytes(
                 channel.topology.slot_bytes, channel.topology
             )
+            if channel.wire is not None:
+                # The kernel sends parts of equal sizes as an all-to-all sends them.
+                sent = sent_in_header(nbytes * (self._size - 1), channel)
+                equal = all(part.nbytes == nbytes for part in parts)
+                if sent is None or not equal or nbytes * self._size > sent.place_bytes:
+                    return None
+                piece_bytes = sent.place_bytes
+            likes = [np.broadcast_to(np.empty((), a.dtype), a.shape) for a in parts]
+            like = np.broadcast_to(np.empty((), result.dtype), result.shape)
             columns = piece_bytes // (result.itemsize * self._size)
             how = columns, divisor, call, call.digest
             one = load().scatter(channel.kernel, codes[0], likes, [like], *how)
             if len(self._scatters) >= _MOST_KEPT:
                 self._scatters.clear()
-            found = self._scatters[key] = KernelCall(channel, call, one, None)
+            found = self._scatters[key] = KernelCall(channel, call, one, sent)
         return found
 
     def _scatter(
@@ -219,20 +208,49 @@ class PartReductions:
         call: Call,
         divisor: int = 0,
     ) -> None:
-        if not self._moves.alone(parts[self._rank], result):
-            channel = self.collectives.channel
-            steps = reduce_scatter(
-                parts, result, function, call, channel, divisor=divisor
-            )
-            channel.drive(steps, call, self.collectives.timeout_seconds)
+        """Send each part to its replica, which combines the values of all replicas.
+
+        Half-precision numbers are added and multiplied in float32.
+        """
+        own = self._rank
+        if self._moves.alone(parts[own], result):
+            return
+        longest, itemsize = max(part.size for part in parts), result.itemsize
+        columns = max(1, _MOST_RECEIVED_BYTES // (self._size * itemsize))
+        shape = self._size, min(columns, result.size)
+        terms = np.empty(shape, result.dtype)
+        for start in range(0, max(1, longest), columns):
+            piece = slice(start, start + columns)
+            pieces, into = [part[piece] for part in parts], result[piece]
+            rows = list(terms[:, : into.size])
+            self.collectives.call(call.text, self._move, pieces, rows, call)
+            _combine(rows, into, function, divisor)
+
+    def _move(self, parts: list[Array], rows: list[Array], call: Call) -> None:
+        """Receive the values of all replicas for this replica's part."""
+        given = call.text, call.digest, parts
+        if self._terms.repeat(*given, rows, True) is None:
+            sizes = np.array([part.nbytes for part in parts])
+            every = {rank: rank for rank in range(self._size)}
+            table = np.broadcast_to(sizes, (self._size, self._size))
+            blocks = sent_blocks(table, self._rank, every, every)
+            self._terms.make_known(call, parts, rows, (blocks, None), given)
 
 
-def _kind(
-    function: np.ufunc, parts: Sequence[Array], result: Array, divisor: int
-) -> tuple[Hashable, ...]:
-    """Return everything that the checks of a reduce-scatter look at."""
-    kinds = ((array.dtype, array.shape) for array in (*parts, result))
-    return function, divisor, *kinds
+def _combine(
+    terms: list[Array], total: Array, function: np.ufunc, divisor: int
+) -> None:
+    """Combine arrays in their order; not collective."""
+    if is_half(total.dtype) and function in (np.add, np.multiply):
+        sums = np.empty(total.size, np.float32)
+        call_without_fp_warnings(assign, sums, ..., terms[0])
+        add_in_order([sums, *terms[1:]], sums, function=function)
+        divide(sums, divisor)
+        call_without_fp_warnings(assign, total, ..., sums)
+        return
+    # A ufunc whose output overlaps an input may have other bits.
+    add_in_order(terms, total, np.empty_like(total), function)
+    divide(total, divisor)
 
 
 def _check_function(function: np.ufunc, array: Array, what: str) -> None:
