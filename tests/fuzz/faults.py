@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from hpcstrat.engine.algorithms.kernel_sum import KernelSum
+from hpcstrat.engine.algorithms.plan import KernelSum
 from hpcstrat.engine.arrays.recycling import Recycler
 from hpcstrat.safety import exits
 

@@ -175,9 +175,9 @@ MUTANTS = (
     # The order of additions.
     _m(
         "order: parts are added in another order",
-        "3:parts",
-        "terms.insert(topology.replica_id, parts[topology.replica_id][piece])",
-        "terms.append(parts[topology.replica_id][piece])",
+        "3:part_reductions",
+        "add_in_order(terms, total, np.empty_like(total), function)",
+        "add_in_order(terms[::-1], total, np.empty_like(total), function)",
     ),
     _m(
         "order: segments in shared memory are added in another order",

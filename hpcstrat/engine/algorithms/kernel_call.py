@@ -156,26 +156,29 @@ class _KernelWaits:
             raise
         if found == _DIFFERS:
             channel.failures.settle(call, timeout_seconds, carried)
-        return self.finish(one)
-
-    def finish(self, one: Any) -> Any:
-        """Make all steps of a call after its header; return the results."""
-        channel = self.channel
-        if self.carried is not None:
+        if carried is not None:
             # All values have arrived with the header: no rank waits for this one.
             one.go_on(0)
             return one.take_results()
-        with channel.moving(self.call):
-            while (found := one.go_on(channel.state.looks)) != _DONE:
-                if found == _NOT_READ:
-                    raise CollectiveError(
-                        "expected to read the memory of the other ranks in "
-                        f"{self.call.text}, found that this failed; look whether a "
-                        "rank has died, or set HPCSTRAT_NATIVE=0"
-                    )
-                # `wait` raises CollectiveError if the ranks are in different steps.
-                channel.wait(channel.steps, self.call)
+        with channel.moving(call):
+            for awaited in self.rest(one, waits=True):
+                channel.wait(awaited, call)
         return one.take_results()
+
+    def rest(self, one: Any, *, waits: bool) -> WaitSteps:
+        """Make the steps of a call after its header; `KernelCall.steps` has ``waits``.
+
+        A wait for them raises CollectiveError if the ranks are in different steps.
+        """
+        state = self.channel.state
+        while (found := one.go_on(state.looks if waits else 0)) != _DONE:
+            if found == _NOT_READ:
+                raise CollectiveError(
+                    "expected to read the memory of the other ranks in "
+                    f"{self.call.text}, found that this failed; look whether a rank "
+                    "has died, or set HPCSTRAT_NATIVE=0"
+                )
+            yield self.channel.steps
 
 
 class KernelCall:
@@ -230,26 +233,29 @@ class KernelCall:
         results: Sequence[Array],
         timeout_seconds: float | None,
     ) -> None:
-        """Make the call in steps; `repeat` has already ended all started calls."""
+        """Make the call in steps, and wait in each of them."""
+        steps = self.steps(arrays, results, waits=True)
+        self._channel.drive(steps, self._call, timeout_seconds)
+
+    def steps(
+        self, arrays: Sequence[Array], results: Sequence[Array], *, waits: bool
+    ) -> WaitSteps:
+        """Make the call step by step; see `hpcstrat.engine.channel.waitable`.
+
+        Of several started calls, only the oldest is under way. ``waits`` says whether
+        the caller waits for each step.
+        """
+        one, carried = self._one, self._waits.carried
         sources, targets = list(arrays), list(results)
-        if not self._one.start(sources, targets):
+        if not one.start(sources, targets):
             # Copy arrays that are not contiguous or not aligned.
             sources = [np.require(a, requirements=["C", "A"]) for a in arrays]
             targets = [np.require(r, requirements=["C", "A", "W"]) for r in results]
-            started = self._one.start(sources, targets)
+            started = one.start(sources, targets)
             assert started
-        self._channel.agree(self._call, timeout_seconds, self._waits.carried)
-        self._waits.finish(self._one)
+        yield HEADER if carried is None else HeaderStep(carried)
+        yield from self._waits.rest(one, waits=waits)
+        one.take_results()
         for result, target in zip(results, targets, strict=True):
             if target is not result:
                 result[...] = target
-
-    def steps(self, arrays: Sequence[Array], results: Sequence[Array]) -> WaitSteps:
-        """Make the call in steps that a started call can use; arrays are contiguous."""
-        one, channel, carried = self._one, self._channel, self._waits.carried
-        started = one.start(list(arrays), list(results))
-        assert started
-        yield HEADER if carried is None else HeaderStep(carried)
-        while one.go_on(0) != _DONE:
-            yield channel.steps
-        one.take_results()

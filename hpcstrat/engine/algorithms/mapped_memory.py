@@ -15,21 +15,17 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.algorithms.work import (
-    Algorithm,
-    Work,
-    add_in_order,
-    divide,
-    segment_of,
-)
+from hpcstrat.engine.algorithms.plan import Plan, Request, is_plain
+from hpcstrat.engine.algorithms.work import add_in_order, divide, segment_of
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
 from hpcstrat.engine.typing import Array
 
-__all__ = ["LEAST_MAPPED_BYTES", "MappedMemory", "reduce_in_mapped_memory"]
+__all__ = ["LEAST_MAPPED_BYTES", "MappedMemory", "MappedSum"]
 
 LEAST_MAPPED_BYTES = 512 << 10
 """Least size of a call for which it saves time to look for areas."""
@@ -60,7 +56,7 @@ class _Area:
 class MappedMemory:
     """Areas that this rank offers to its worker, and other ranks' areas that it mapped.
 
-    The methods are not collective; the collective `reduce_in_mapped_memory` uses them.
+    The methods are not collective; the collective `MappedSum.steps` uses them.
     """
 
     def __init__(self) -> None:
@@ -149,38 +145,50 @@ def _mapped(row: Sequence[int]) -> Array:
     return memory
 
 
-def reduce_in_mapped_memory(
-    areas: MappedMemory, usual: Algorithm, work: Work, channel: Channel
-) -> WaitSteps:
-    """Sum in place if every rank's array lies in an area; if not, sum as ``usual``.
+class MappedSum(Plan):
+    """The plan of a sum in place, of one array of each rank of a worker.
 
-    Collective over ``topology.worker_comm``, of all replicas. ``work`` has one array.
+    If an array lies in no area, or the caller does not wait for the end, ``inner`` sums
+    the arrays. `run` and `steps` are collective over ``topology.worker_comm``.
     """
-    comm, call = channel.topology.worker_comm, work.call
-    (own,), (result,), me = work.sources, work.results, comm.rank
-    rows = _rows(channel)
-    rows[me, _STATE] = _NONE
-    if own.ctypes.data == result.ctypes.data:
-        areas.describe(own, rows[me])
-    yield HEADER
-    found = rows.copy()
-    states = found[:, _STATE]
-    shared = bool((states != _NONE).all())
-    if shared and (states == _OFFERED).any():
+
+    def __init__(self, request: Request, inner: Plan, areas: MappedMemory) -> None:
+        super().__init__(request, inner.choice, inner.channel)
+        self._inner, self._areas = inner, areas
+
+    def steps(
+        self, arrays: Sequence[Array], results: Sequence[Array], *, waits: bool = False
+    ) -> WaitSteps:
+        """Reduce arrays step by step; see `Plan.steps`."""
+        channel: Any = self.channel
+        if not waits:
+            yield from self._inner.steps(arrays, results)
+            return
+        areas, me = self._areas, channel.topology.worker_comm.rank
+        own: Any = arrays[0].reshape(-1) if is_plain(arrays[0]) else None
         rows = _rows(channel)
-        rows[me, 0] = areas.map(found, me)
-        yield channel.step(call)
-        shared = bool(rows[:, 0].all())
-        areas.conclude(own, all_mapped=shared)
-    if shared:
-        _sum_segment(areas.views(found, own, me), me, work.divisor, channel)
-        # No rank continues before all ranks have written their sums.
-        yield channel.step(call)
-        return
-    for awaited in usual(work, channel):
-        # The header of this call was posted above. Replace the algorithm's header by a
-        # step, which orders memory as a header does.
-        yield channel.step(call) if awaited is HEADER else awaited
+        rows[me, _STATE] = _NONE
+        if own is not None and own.ctypes.data == results[0].ctypes.data:
+            areas.describe(own, rows[me])
+        yield HEADER
+        found = rows.copy()
+        states = found[:, _STATE]
+        shared = bool((states != _NONE).all())
+        if shared and (states == _OFFERED).any():
+            rows = _rows(channel)
+            rows[me, 0] = areas.map(found, me)
+            yield channel.step(self.call)
+            shared = bool(rows[:, 0].all())
+            areas.conclude(own, all_mapped=shared)
+        if shared:
+            _sum_segment(areas.views(found, own, me), me, self.divisor, channel)
+            # No rank continues before all ranks have written their sums.
+            yield channel.step(self.call)
+            return
+        for awaited in self._inner.steps(arrays, results, waits=True):
+            # The header of this call was posted above. Replace the header of `inner` by
+            # a step, which orders memory as a header does.
+            yield channel.step(self.call) if awaited is HEADER else awaited
 
 
 def _rows(channel: Channel) -> Array:

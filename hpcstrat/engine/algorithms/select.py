@@ -22,7 +22,7 @@ from hpcstrat.engine.algorithms.exchanged import (
     reduce_by_exchange,
     reduce_by_mpi,
 )
-from hpcstrat.engine.algorithms.header_sum import IN_HEADER
+from hpcstrat.engine.algorithms.plan import IN_HEADER
 from hpcstrat.engine.algorithms.shared_memory import reduce_in_memory
 from hpcstrat.engine.algorithms.work import Choice
 from hpcstrat.engine.channel.interruptible import PIECE_BYTES

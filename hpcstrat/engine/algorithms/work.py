@@ -70,7 +70,7 @@ class Choice:
     small: bool = False
     # True if a call by this algorithm can be started now and awaited later.
     starts: bool = True
-    # True if the kernel or `reduce_in_mapped_memory` may replace this algorithm.
+    # True if a `KernelSum` or `MappedSum` may replace this algorithm.
     in_worker: bool = False
     # Description of the algorithm for timelines and `hpcstrat info`.
     how: str = ""

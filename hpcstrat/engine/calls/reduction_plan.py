@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,20 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcstrat.engine.algorithms.header_sum import (
-    IN_HEADER,
-    HeaderSum,
-    fits_header,
-    header_bytes,
-)
 from hpcstrat.engine.algorithms.kernel_call import SentValues
-from hpcstrat.engine.algorithms.kernel_sum import KernelSum, kernel_codes
 from hpcstrat.engine.algorithms.mapped_memory import (
     LEAST_MAPPED_BYTES,
     MappedMemory,
-    reduce_in_mapped_memory,
+    MappedSum,
 )
-from hpcstrat.engine.algorithms.plan import OrderPlan, Plan, Request, is_plain
+from hpcstrat.engine.algorithms.plan import (
+    IN_HEADER,
+    HeaderSum,
+    KernelSum,
+    OrderPlan,
+    Plan,
+    Request,
+    fits_header,
+    header_bytes,
+    is_plain,
+    kernel_codes,
+)
 from hpcstrat.engine.algorithms.work import Choice
 from hpcstrat.engine.arrays.packing import Piece, cut, wire_dtype
 from hpcstrat.engine.arrays.recycling import Recycler
@@ -94,8 +97,7 @@ def plan_reduction(
         return plan
     if len(arrays) > 1 or nbytes < LEAST_MAPPED_BYTES or wire != arrays[0].dtype:
         return plan
-    mapped = functools.partial(_in_mapped_memory, areas)
-    return Plan(request, plan.choice, channel, mapped)
+    return MappedSum(request, plan, areas)
 
 
 def _details(
@@ -173,10 +175,6 @@ def _laid_out_alike(request: Request, codes: bytes) -> bool:
     kinds = [wire_dtype(dtype, bool(request.divisor)) for dtype in dtypes]
     widened = any(narrows and wire.kind == "i" for wire, narrows in kinds)
     return not widened and len(set(codes)) == len(set(dtypes))
-
-
-def _in_mapped_memory(areas: Any, usual: Any) -> Any:
-    return functools.partial(reduce_in_mapped_memory, areas, usual)
 
 
 def result_dtype(dtype: np.dtype[Any], means: bool) -> np.dtype[Any]:

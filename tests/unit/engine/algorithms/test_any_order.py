@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 
 import hpcstrat as hs
 from hpcstrat.engine.algorithms.exchanged import reduce_by_mpi
-from hpcstrat.engine.algorithms.header_sum import IN_HEADER, HeaderSum, header_bytes
-from hpcstrat.engine.algorithms.plan import Request
+from hpcstrat.engine.algorithms.plan import IN_HEADER, HeaderSum, Request, header_bytes
 from hpcstrat.engine.algorithms.work import Choice
 from hpcstrat.engine.arrays.packing import cut, wire_dtype
 from hpcstrat.engine.calls.replica_collectives import Collectives

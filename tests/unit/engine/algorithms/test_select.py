@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from hpcstrat.cli.main import main
 from hpcstrat.engine.algorithms.exchanged import FEW_EXCHANGING
-from hpcstrat.engine.algorithms.header_sum import IN_HEADER
+from hpcstrat.engine.algorithms.plan import IN_HEADER
 from hpcstrat.engine.algorithms.select import (
     MOST_DIRECT_RANKS,
     imagined,

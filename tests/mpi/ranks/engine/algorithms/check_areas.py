@@ -74,7 +74,7 @@ def reduced(strategy: Any, array: Any, job: Any, *, op: str = "sum") -> None:
     kind = hs.ReduceOp.parse(op)
     strategy.collectives.batch_reduce(kind, array, "reduce", out=array)
     pairs = [(array, promised(terms, op))]
-    assert_promised(job, pairs, f"{op} by reduce_in_mapped_memory")
+    assert_promised(job, pairs, f"{op} by MappedSum")
 
 
 @pytest.mark.parametrize(

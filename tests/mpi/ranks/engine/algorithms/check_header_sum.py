@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcstrat.engine.algorithms.header_sum import HeaderSum
 from hpcstrat.engine.algorithms.kernel_call import repeat_nothing
+from hpcstrat.engine.algorithms.plan import HeaderSum
 from tests.mpi.ranks.promised import (
     FLOATS,
     assert_promised,
