@@ -6,19 +6,19 @@ sends and receives ``2 (p - 1) / p`` times the bytes of its values, the minimum 
 ``p`` ranks (Patarasuk and Yuan, doi:10.1016/j.jpdc.2008.09.002), in two messages to
 each other rank (the pairwise exchange of Thakur, Rabenseifner and Gropp,
 doi:10.1177/1094342005051521). The result has the same bits on all ranks. Several sums
-are under way at the same time, see `hpcstrat.engine.algorithms.concurrent_sums`.
+are under way at the same time, so that the network stays busy, see `ConcurrentSums`.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.algorithms.concurrent_sums import ConcurrentSums
 from hpcstrat.engine.algorithms.work import (
     Work,
     add_in_order,
@@ -32,13 +32,14 @@ from hpcstrat.engine.arrays.halves import narrowed, widened
 from hpcstrat.engine.arrays.packing import Run
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.interruptible import InterruptibleComm
-from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
+from hpcstrat.engine.channel.waitable import HEADER, Waitable, WaitSteps
 from hpcstrat.engine.typing import Array
 
 __all__ = [
     "FEW_EXCHANGING",
     "MOST_EXCHANGING",
     "PART_BYTES",
+    "ConcurrentSums",
     "exchanged_sum",
     "exchanges",
     "reduce_by_exchange",
@@ -61,9 +62,72 @@ FEW_EXCHANGING = 4
 # each takes as long as five messages that are sent together.
 _LEAST_PART_BYTES = ((16, 4 << 10), (MOST_EXCHANGING, 16 << 10))
 _PARTS_TAG, _SUMS_TAG = 31, 37
+_MOST_UNDER_WAY = 4
 _EXPONENT_BYTES = 8
 # Scaled values are below 2**15, because the largest number of float16 is 65504.
 _TOP_EXPONENT = 15
+
+
+class _Flow(Waitable):
+    """One of several sums, as a `Waitable` that waits for its end."""
+
+    def __init__(self, steps: WaitSteps, sums: ConcurrentSums) -> None:
+        self._steps, self._sums = steps, sums
+        # Number of steps begun, and the `Waitable` awaited now (None at the end).
+        self.num_begun = 0
+        self.awaited: Waitable | None = None
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self.awaited = next(self._steps, None)
+        self.num_begun += 1
+
+    def agreed(self) -> bool:
+        """Advance all algorithms; return whether this algorithm has ended."""
+        self._sums.advance()
+        return self.awaited is None
+
+
+class ConcurrentSums:
+    """Runs several algorithms together, each with the same steps on all ranks.
+
+    An algorithm begins its step ``n`` only after all earlier algorithms have begun
+    their step ``n``. So messages with the same tag are started in the same order on all
+    ranks, even if some ranks are faster.
+    """
+
+    def __init__(self) -> None:
+        self._flows: deque[_Flow] = deque()
+
+    def add(self, steps: WaitSteps) -> WaitSteps:
+        """Begin an algorithm; if four are under way, wait for the oldest one first."""
+        if len(self._flows) == _MOST_UNDER_WAY:
+            yield self._flows[0]
+        self.begin(steps)
+
+    def end(self) -> WaitSteps:
+        """Wait for the end of all algorithms."""
+        yield from tuple(self._flows)
+
+    def begin(self, steps: WaitSteps) -> Waitable:
+        """Begin an algorithm, and return a `Waitable` that waits for its end."""
+        self.advance()
+        flow = _Flow(steps, self)
+        self._flows.append(flow)
+        return flow
+
+    def advance(self) -> None:
+        """Advance all algorithms as far as possible without waiting."""
+        before = None
+        for flow in self._flows:
+            while flow.awaited is not None and flow.awaited.agreed():
+                if before is not None and flow.num_begun >= before.num_begun:
+                    break
+                flow.begin_step()
+            if flow.awaited is not None:
+                before = flow
+        while self._flows and self._flows[0].awaited is None:
+            self._flows.popleft()
 
 
 def reduce_by_mpi(work: Work, channel: Channel) -> WaitSteps:

@@ -53,8 +53,8 @@ class MovePlan:
     """The plan of a call that moves data; the same on every rank but for its blocks.
 
     ``kinds`` are the shapes and dtypes of this rank's arrays, and of its results.
-    ``allocate`` makes new arrays for the results. `run`, `repeat` and `steps` are
-    collective over ``topology.replica_comm``.
+    ``allocate`` makes new arrays for the results. `run` and `steps` are collective
+    over ``topology.replica_comm``.
     """
 
     def __init__(
@@ -71,7 +71,8 @@ class MovePlan:
         self._puts = blocks.puts
         self._takes, self._me = blocks.takes, channel.topology.replica_id
         self._carried: _Carried | None = None
-        self._kernel: KernelCall | None = None
+        # The kernel's call, which can be repeated.
+        self.kernel_call: KernelCall | None = None
         likes = [np.broadcast_to(np.empty((), d), s) for s, d in sources]
         result_likes = [np.broadcast_to(np.empty((), d), s) for s, d in results]
         kernel, wire, sent = channel.kernel, channel.wire, None
@@ -103,7 +104,7 @@ class MovePlan:
             _numbers([source for source, _ in blocks.copies], ranks),
             _numbers([*(b for _, b in blocks.copies), *blocks.zeros], ranks),
         )
-        self._kernel = KernelCall(channel, call, one, sent)
+        self.kernel_call = KernelCall(channel, call, one, sent)
 
     def _reads(self, *counts: int) -> bool:
         """Return whether ranks read each other's arrays; the same on every rank.
@@ -121,22 +122,6 @@ class MovePlan:
         made: list[Array] = self._allocate(self.results)
         return made
 
-    def keep(
-        self,
-        repeat: Any,
-        what: str,
-        name: Any,
-        listed: bool,
-        timeout_seconds: float | None,
-    ) -> None:
-        """Let the kernel's ``repeat`` make later calls of this kind itself.
-
-        ``name`` is the operation that ``repeat`` is called with, beside the name of the
-        call; ``listed`` says whether its value is a list of arrays.
-        """
-        if self._kernel is not None:
-            self._kernel.keep(repeat, what, (name,), listed, timeout_seconds)
-
     def run(
         self,
         arrays: Sequence[Array],
@@ -144,7 +129,7 @@ class MovePlan:
         timeout_seconds: float | None,
     ) -> Sequence[Array]:
         """Make the call; return ``outs``, or new arrays."""
-        kernel = self._kernel
+        kernel = self.kernel_call
         if kernel is not None:
             given = list(arrays), None if outs is None else list(outs)
             found = kernel.repeat(*given, timeout_seconds)

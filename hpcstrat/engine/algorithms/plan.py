@@ -1,9 +1,9 @@
 """Plans of reductions: a plan is made once for each kind of call, and run many times.
 
 A `Plan` reduces by an algorithm, in one call or step by step. Its subclasses reduce in
-fewer steps:
+other ways:
 
-- `KernelSum`: by one call of the compiled kernel, which adds in the same order as
+- `KernelSum`: by the compiled kernel, which adds in the same order as
   `hpcstrat.engine.algorithms.shared_memory`, so that the results have the same bits.
   Each rank copies a piece of its values into its place, and adds the pieces of all
   ranks. With three or more ranks and large pieces, each rank adds only one segment of
@@ -20,7 +20,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -106,6 +105,9 @@ class Plan:
     ``topology.replica_comm``.
     """
 
+    # The kernel's call by which a `KernelSum` reduces, and which can be repeated.
+    kernel_call: KernelCall | None = None
+
     def __init__(
         self, request: Request, choice: Choice | None, channel: Channel | None
     ) -> None:
@@ -121,20 +123,6 @@ class Plan:
     def starts(self) -> bool:
         """True if the reduction can be started now and awaited later."""
         return self.choice is None or self.choice.starts
-
-    def keep(self, repeat: Any, request: Any, timeout_seconds: float | None) -> None:
-        """Let the kernel's ``repeat`` make later calls of this kind; here do nothing.
-
-        ``request`` is the operation, the name of the call, and the tree structure of
-        the arrays (the structure of a list, or None for a single array).
-        """
-
-    def repeat(self, arrays: Any, outs: Any, timeout_seconds: float | None) -> Any:
-        """Reduce arrays in fewer steps than `run`, if possible; here return None.
-
-        Returns the results: new arrays, or ``outs``. Returns None without having done
-        anything if `run` must reduce these arrays.
-        """
 
     def run(
         self,
@@ -215,8 +203,8 @@ class KernelSum(Plan):
     """The plan of a sum by the kernel, for replicas that are all on one worker.
 
     For workers of one replica, ``carried`` has the values of all workers, which are
-    sent in the header; one piece contains all arrays. `run`, `repeat` and `steps` are
-    collective over ``topology.replica_comm``.
+    sent in the header; one piece contains all arrays. `run` and `steps` are collective
+    over ``topology.replica_comm``.
     """
 
     def __init__(
@@ -243,25 +231,13 @@ class KernelSum(Plan):
         made = channel.kernel, codes, likes, result_likes, piece_bytes
         how = self.divisor, scattered, self.call, self.call.digest
         one = load().Sum(*made, *how, allocate)
-        self._kernel_call = KernelCall(channel, self.call, one, carried)
-
-    def keep(self, repeat: Any, request: Any, timeout_seconds: float | None) -> None:
-        """Let the kernel make later calls of this kind itself, see `Plan.keep`."""
-        op, what, structure = request
-        # All forms in which callers pass the operation: "sum", ReduceOp.SUM, "SUM".
-        names = sys.intern(op.name.lower()), op, op.name
-        listed = structure is not None
-        self._kernel_call.keep(repeat, what, names, listed, timeout_seconds)
-
-    def repeat(self, arrays: Any, outs: Any, timeout_seconds: float | None) -> Any:
-        """Make the whole call in the kernel if possible, see `Plan.repeat`."""
-        return self._kernel_call.repeat(arrays, outs, timeout_seconds)
+        self.kernel_call: KernelCall = KernelCall(channel, self.call, one, carried)
 
     def steps(
         self, arrays: Sequence[Array], results: Sequence[Array], *, waits: bool = False
     ) -> WaitSteps:
         """Reduce arrays step by step; see `Plan.steps`."""
-        return self._kernel_call.steps(arrays, results, waits=waits)
+        return self.kernel_call.steps(arrays, results, waits=waits)
 
 
 class HeaderSum(Plan):

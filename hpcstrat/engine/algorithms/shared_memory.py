@@ -24,8 +24,11 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.algorithms.concurrent_sums import ConcurrentSums
-from hpcstrat.engine.algorithms.exchanged import exchanged_sum, rounded_sum
+from hpcstrat.engine.algorithms.exchanged import (
+    ConcurrentSums,
+    exchanged_sum,
+    rounded_sum,
+)
 from hpcstrat.engine.algorithms.work import (
     Work,
     add_in_order,

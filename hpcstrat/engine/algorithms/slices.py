@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.algorithms.concurrent_sums import ConcurrentSums
-from hpcstrat.engine.algorithms.exchanged import exchanged_sum
+from hpcstrat.engine.algorithms.exchanged import ConcurrentSums, exchanged_sum
 from hpcstrat.engine.algorithms.move_plan import hand_over
 from hpcstrat.engine.algorithms.work import add_in_order, divide, fill, slice_of
 from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings

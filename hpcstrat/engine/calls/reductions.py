@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -239,8 +240,13 @@ class Reductions:
             planned = self._plans[key] = plan(request, arrays, options, group)
             structure = request[2]
             plain = structure is None or structure == list_structure(len(arrays))
-            if plain and options is self._options:
-                planned.keep(self.repeat, request, options.timeout_seconds)
+            kernel_call = planned.kernel_call
+            if kernel_call is not None and plain and options is self._options:
+                op, what, structure = request
+                # All forms in which callers pass the operation.
+                names = sys.intern(op.name.lower()), op, op.name
+                how = structure is not None, options.timeout_seconds
+                kernel_call.keep(self.repeat, what, names, *how)
         return planned
 
     def _results(
@@ -292,9 +298,10 @@ class Reductions:
         outs: list[Array] | None,
     ) -> list[Array]:
         planned = self._plan_for(request, arrays, options)
-        found = planned.repeat(arrays, outs, options.timeout_seconds)
-        if found is not None:
-            return cast("list[Array]", found)
+        if planned.kernel_call is not None:
+            given = arrays, outs, options.timeout_seconds
+            if (found := planned.kernel_call.repeat(*given)) is not None:
+                return cast("list[Array]", found)
         results = self._results(planned, arrays, outs)
         if outs is not None:
             arrays = copied_where_overwritten(arrays, outs)

@@ -272,9 +272,10 @@ class RepeatedMoves:
         plan = self._new_plan(call, blocks, (sources, results))
         if keeps:
             kind.keep(move.own, plan)
-            if move.given is not None and type(move.given[-1]) in (list, np.ndarray):
-                what, name, value = move.given
-                plan.keep(self._repeat, what, name, type(value) is list, self._seconds)
+            what, name, value = move.given or ("", None, None)
+            if plan.kernel_call is not None and type(value) in (list, np.ndarray):
+                given = what, (name,), type(value) is list, self._seconds
+                plan.kernel_call.keep(self._repeat, *given)
         return plan
 
     def _new_plan(self, call: Call, blocks: MoveBlocks, kinds: Any) -> MovePlan:

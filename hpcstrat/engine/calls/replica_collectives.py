@@ -15,8 +15,7 @@ from hpcstrat.engine.calls.moves import Moves
 from hpcstrat.engine.calls.part_reductions import PartReductions
 from hpcstrat.engine.calls.reductions import Reductions
 from hpcstrat.engine.channel.call import Call, describe_call
-from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.channel.closed import ClosedChannel
+from hpcstrat.engine.channel.channel import Channel, ClosedChannel
 from hpcstrat.engine.channel.entries import collective, enter, interrupted_call
 from hpcstrat.engine.channel.sections import Section
 from hpcstrat.engine.options import CommunicationOptions

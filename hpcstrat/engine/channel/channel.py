@@ -12,7 +12,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from hpcstrat.engine.channel.call import Call, describe_call
 from hpcstrat.engine.channel.call_state import CallState, Watched
@@ -43,7 +43,7 @@ from hpcstrat.engine.observe.timeline import active
 from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.errors import CollectiveError
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "ClosedChannel"]
 
 _NO_CALL = describe_call("an exchange")
 _LEAVING = describe_call("leaving the program")
@@ -398,3 +398,50 @@ class Channel:
         open_channels.remove(self)
         for holder in (self.arrivals, self.rings, self.steps):
             holder.close()
+
+
+class ClosedChannel:
+    """A channel whose calls all raise CollectiveError; no method is collective."""
+
+    num_calls = told_at = 0
+    broken, closed = "", True
+    device_group = elsewhere = None
+
+    def __init__(self) -> None:
+        self.state = CallState()
+        # ``run`` counts its steps even after the strategy is closed.
+        self.position = Position(self.state)
+        self.pending = PendingCalls(self)
+        # This object also stands in for the channel's `Failures`.
+        self.failures = self
+
+    @property
+    def topology(self) -> Any:
+        """Raise CollectiveError: the communicators have been freed."""
+        self.refuse(describe_call("a call"))
+
+    rings = topology
+
+    def refuse(self, call: Call) -> NoReturn:
+        """Raise CollectiveError, because the strategy is closed."""
+        raise CollectiveError(
+            f"expected an open strategy for {call.text}, found one that is closed; "
+            "create a new one"
+        )
+
+    def agree(self, call: Call, timeout_seconds: float | None = None) -> NoReturn:
+        """Raise CollectiveError, because the strategy is closed."""
+        self.refuse(call)
+
+    def forget_done(self) -> None:
+        """Do nothing, because a closed channel holds no arrays."""
+
+    def moving(self, call: Call) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager that does nothing."""
+        return contextlib.nullcontext()
+
+    def fail(self, what: str, error: BaseException) -> None:
+        """Do nothing, because there are no other ranks to notify."""
+
+    def leave(self, what: str, error: BaseException, entered: int) -> None:
+        """Do nothing, because there are no other ranks to notify."""

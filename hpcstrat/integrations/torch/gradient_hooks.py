@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from hpcstrat.engine.calls.buckets import Bucket, Buckets, plan_buckets
-from hpcstrat.engine.channel.closed import ClosedChannel
+from hpcstrat.engine.channel.channel import ClosedChannel
 from hpcstrat.engine.channel.pending_calls import PendingCall
 from hpcstrat.engine.channel.position import Position
 from hpcstrat.engine.context import own_index

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcstrat.engine.channel.closed import ClosedChannel
+from hpcstrat.engine.channel.channel import ClosedChannel
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.integrations.frameworks import (
     gradient_operation,
