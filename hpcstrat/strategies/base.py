@@ -625,7 +625,7 @@ class Strategy(OlderMethods):
             if entry is None or (
                 entry.strategy is self and entry.replica_context is None
             ):
-                result = self.collectives.repeat_gather("gather", axis, value)
+                result = self.collectives.repeat_gather("gather", axis, value, None)
                 if result is not None:
                     return result
         return self._gather(value, axis)

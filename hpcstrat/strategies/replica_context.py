@@ -289,7 +289,7 @@ class ReplicaContext:
         del options
         entry = current()
         if entry is not None and entry.replica_context is self and type(axis) is int:
-            result = self.collectives.repeat_gather("all_gather", axis, value)
+            result = self.collectives.repeat_gather("all_gather", axis, value, None)
             if result is not None:
                 return result
         return self._all_gather(value, axis)

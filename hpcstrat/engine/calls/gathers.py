@@ -46,6 +46,8 @@ class Gathers:
         # The `Collectives` of the replicas.
         self.collectives = collectives
         self._gathers = RepeatedMoves(collectives)
+        # Makes an earlier `all_gather` again in the kernel, or returns None.
+        self.repeat_gather = self._gathers.repeat
         self._broadcasts = RepeatedMoves(collectives)
 
     def close(self) -> None:
@@ -63,10 +65,6 @@ class Gathers:
         on dtype, number of dimensions, or a dimension other than ``axis``.
         """
         return self._gathers.call(self._all_gather, what, axis, tree, None)
-
-    def repeat_gather(self, what: str, axis: int, tree: Tree) -> Any:
-        """Make an earlier `all_gather` again in the kernel; else return None."""
-        return self._gathers.repeat(what, axis, tree, None)
 
     def _all_gather(self, what: str, axis: int, tree: Tree, _: None) -> Tree:
         leaves, structure = flatten(tree)

@@ -18,7 +18,7 @@ from hpcstrat.engine.algorithms.kernel_call import (
     repeater,
 )
 from hpcstrat.engine.algorithms.move_plan import sent_in_header
-from hpcstrat.engine.algorithms.work import add_in_order, divide
+from hpcstrat.engine.algorithms.work import add_in_order, divide, slice_of
 from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings, is_half
 from hpcstrat.engine.calls.moves import Moves, describe_arrays, flat_view
 from hpcstrat.engine.calls.repeated_moves import RepeatedMoves
@@ -97,8 +97,7 @@ class PartReductions:
 
     def _cut(self, array: Array) -> list[Array]:
         flat, size = flat_view(array), self._size
-        bounds = [flat.size * number // size for number in range(size + 1)]
-        return [flat[bounds[n] : bounds[n + 1]] for n in range(size)]
+        return [flat[slice_of(flat.size, number, size)] for number in range(size)]
 
     def reduce_scatter(
         self,

@@ -166,16 +166,13 @@ class Channel:
         reported an error, all ranks without their own error raise ReplicaError.
         """
         flags = NOTICE if self.notice else 0
-        if active.recorder is None:
+        recorder: Any = active.recorder
+        start = recorder and recorder.enter(call.text)
+        try:
             mark = self.position.run_fingerprint
             agreed = self.announce(call, mark, flags, timeout_seconds, carried)
-        else:
-            recorder: Any = active.recorder
-            start = recorder.enter(call.text)
-            try:
-                mark = self.position.run_fingerprint
-                agreed = self.announce(call, mark, flags, timeout_seconds, carried)
-            finally:
+        finally:
+            if recorder is not None:
                 recorder.agreed(call.text, self._described(call), start)
         if not agreed or flags:
             self.failures.settle(call, timeout_seconds, carried)

@@ -193,14 +193,11 @@ class InterruptibleComm:
     def gathered(self, data: bytes) -> list[memoryview]:
         """Return the bytes of all ranks, in rank order."""
         sizes = self.lengths([len(data)])[:, 0].tolist()
-        out = np.empty(sum(sizes), np.uint8)
-        byte = self.mpi.BYTE
-        self.Allgatherv([np.frombuffer(data, np.uint8), byte], [out, sizes, byte])
-        parts, end, view = [], 0, out.data
-        for size in sizes:
-            end += size
-            parts.append(view[end - size : end])
-        return parts
+        whole = np.empty(sum(sizes), np.uint8)
+        parts = np.split(whole, np.cumsum(sizes)[:-1])
+        parts[self.rank][...] = np.frombuffer(data, np.uint8)
+        self.finish(self.gathering(whole, sizes))
+        return [part.data for part in parts]
 
     def allgather(self, value: Any) -> list[Any]:
         """Return the objects of all ranks, in rank order."""

@@ -264,7 +264,7 @@ class Meetings:
 
     start_reduce = start_in_call
 
-    def repeat_gather(self, what: str, axis: int, tree: Tree) -> None:
+    def repeat_gather(self, *_: Any) -> None:
         """Return None: calls between replicas cannot use a rank's cached plan."""
 
     def all_gather(self, tree: Tree, axis: int, what: str) -> Tree:
