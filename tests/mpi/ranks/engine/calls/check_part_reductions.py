@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import hpcstrat as hs
+from hpcstrat.engine.calls import part_reductions
 from tests.mpi.ranks.promised import (
     FLOATS,
     assert_promised,
@@ -54,3 +56,33 @@ def test_values_are_combined_in_replica_order(
                 pairs.append((on_root, total))
             name = f"{function.__name__} by reduce_scatter of parts"
             assert_promised(job, pairs, name)
+
+
+def test_some_ranks_may_lack_the_kernel(make_strategy: Any, job: Any) -> None:
+    size = job.size
+    # Between workers the kernel's messages are those of the all-to-all of NumPy.
+    settings = hs.Settings(native=job.rank % 2 == 0)
+    with make_strategy(comm=job, settings=settings) as strategy:
+        parts = strategy.collectives.parts
+        for length in (0, 1, 3, 1_000, 20_000, 60_000):
+            for dtype in FLOATS if length < 1_001 else FLOATS[:1]:
+                terms = random_terms(length, size, length * size, dtype)
+                own = np.split(_wanted(terms, np.add), size)[job.rank]
+                for _ in range(2):
+                    given = np.split(terms[job.rank].copy(), size)
+                    part = np.empty(length, dtype)
+                    parts.reduce_scatter(np.add, given, part, "scatter")
+                    assert_promised(job, [(part, own)], "reduce_scatter, few kernels")
+
+
+def test_long_parts_are_combined_piece_by_piece(
+    strategy: Any, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, lengths = job.size, [7 * rank % 5 * 13 for rank in range(job.size)]
+    monkeypatch.setattr(part_reductions, "_MOST_RECEIVED_BYTES", 100 * size)
+    ends = np.cumsum(lengths)[:-1]
+    terms = random_terms(3, size, sum(lengths), np.dtype("f8"))
+    own = np.split(_wanted(terms, np.multiply), ends)[job.rank]
+    given, part = np.split(terms[job.rank], ends), np.empty(lengths[job.rank])
+    strategy.collectives.parts.reduce_scatter(np.multiply, given, part, "scatter")
+    assert_promised(job, [(part, own)], "reduce_scatter in pieces")
