@@ -176,8 +176,8 @@ MUTANTS = (
     _m(
         "order: parts are added in another order",
         "3:part_reductions",
-        "add_in_order(terms, total, np.empty_like(total), function)",
-        "add_in_order(terms[::-1], total, np.empty_like(total), function)",
+        "add_in_order(terms, total, scratch, function)",
+        "add_in_order(terms[::-1], total, scratch, function)",
     ),
     _m(
         "order: segments in shared memory are added in another order",

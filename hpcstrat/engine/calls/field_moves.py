@@ -126,9 +126,9 @@ class FieldMoves:
         a single array.
         """
         lines, outs = lines or self._line, None if out is None else [out]
-        name, given = plain_name(axis, width, periodic, lines), (axis, width, periodic)
+        name, about = plain_name(axis, width, periodic, lines), (axis, width, periodic)
         call = self._halo, what, name, tree, outs
-        found = self._halos.call(*call, given, lines)
+        found = self._halos.call(*call, about, lines)
         return found if out is None else out
 
     def _halo(self, what: str, _: Any, *given: Any) -> Tree:

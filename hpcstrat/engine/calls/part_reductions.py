@@ -134,10 +134,8 @@ class PartReductions:
         _check_function(function, result, what)
         self._moves.check_parts(parts, result, self._rank)
         flat, flats = flat_view(result), [flat_view(part) for part in parts]
-        call, seconds = (
-            describe_arrays(what, parts[0], flats),
-            self.collectives.timeout_seconds,
-        )
+        call = describe_arrays(what, parts[0], flats)
+        seconds = self.collectives.timeout_seconds
         if self.collectives.channel is not None:
             self.collectives.channel.failures.refuse(call)
         kernel_call = self._kernel_scatter(function, parts, result, call, divisor)
@@ -216,14 +214,16 @@ class PartReductions:
             return
         longest, itemsize = max(part.size for part in parts), result.itemsize
         columns = max(1, _MOST_RECEIVED_BYTES // (self._size * itemsize))
-        shape = self._size, min(columns, result.size)
-        terms = np.empty(shape, result.dtype)
+        # Allocate all memory before the header, which reports a lack of memory.
+        terms = np.empty((self._size, min(columns, result.size)), result.dtype)
+        widens = is_half(result.dtype) and function in (np.add, np.multiply)
+        scratch = np.empty(terms.shape[1], np.float32 if widens else result.dtype)
         for start in range(0, max(1, longest), columns):
             piece = slice(start, start + columns)
             pieces, into = [part[piece] for part in parts], result[piece]
             rows = list(terms[:, : into.size])
             self.collectives.call(call.text, self._move, pieces, rows, call)
-            _combine(rows, into, function, divisor)
+            _combine(rows, into, function, divisor, scratch[: into.size])
 
     def _move(self, parts: list[Array], rows: list[Array], call: Call) -> None:
         """Receive the values of all replicas for this replica's part."""
@@ -237,19 +237,18 @@ class PartReductions:
 
 
 def _combine(
-    terms: list[Array], total: Array, function: np.ufunc, divisor: int
+    terms: list[Array], total: Array, function: np.ufunc, divisor: int, scratch: Array
 ) -> None:
-    """Combine arrays in their order; not collective."""
-    if is_half(total.dtype) and function in (np.add, np.multiply):
-        sums = np.empty(total.size, np.float32)
-        call_without_fp_warnings(assign, sums, ..., terms[0])
-        add_in_order([sums, *terms[1:]], sums, function=function)
-        divide(sums, divisor)
-        call_without_fp_warnings(assign, total, ..., sums)
+    """Combine arrays in their order, in the dtype of ``scratch``; not collective."""
+    if scratch.dtype == total.dtype:
+        # A ufunc whose output overlaps an input may have other bits.
+        add_in_order(terms, total, scratch, function)
+        divide(total, divisor)
         return
-    # A ufunc whose output overlaps an input may have other bits.
-    add_in_order(terms, total, np.empty_like(total), function)
-    divide(total, divisor)
+    call_without_fp_warnings(assign, scratch, ..., terms[0])
+    add_in_order([scratch, *terms[1:]], scratch, function=function)
+    divide(scratch, divisor)
+    call_without_fp_warnings(assign, total, ..., scratch)
 
 
 def _check_function(function: np.ufunc, array: Array, what: str) -> None:

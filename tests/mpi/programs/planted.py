@@ -283,6 +283,16 @@ def _part_of_sum(self: Case, step: int) -> Any:
     return into
 
 
+def _combined(self: Case, step: int) -> Any:
+    array = array_of(3)(self, step)
+    self.strategy.collectives.parts.combine(np.maximum, array, "combine")
+    return array
+
+
+def _combined_right(self: Case, step: int) -> Any:
+    return np.full(3, max(every_own(self, step)))
+
+
 def _variable(synchronization: str, aggregation: str) -> Callable[[Any], None]:
     def make(self: Any) -> None:
         with self.strategy.scope():
@@ -605,6 +615,7 @@ CALLS: dict[str, type[Case]] = {
         lambda self, step: np.full(3, self.own(step, 0)),
     ),
     "reduce_scatter": cross("part of a sum", _part_of_sum, full(3)),
+    "combine": cross("combined parts", _combined, _combined_right),
     "barrier": cross(
         "barrier", lambda self, step: self.strategy.barrier(), _value(None)
     ),
