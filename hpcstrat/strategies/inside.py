@@ -318,8 +318,8 @@ class Inside:
             True: the first row of the field follows the last one. False: rows outside
             of the field are zero.
         out : ndarray, optional
-            A contiguous array for the result of a single field, which saves the time to
-            allocate it in each step; default: a new array.
+            An array for the result of a single field, which saves the time to allocate
+            it in each step, if it is contiguous; default: a new array.
 
         Returns
         -------

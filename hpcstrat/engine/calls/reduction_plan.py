@@ -70,10 +70,9 @@ def plan_reduction(
     nbytes, signatures, results = 0, [], []
     for array in arrays:
         signatures.append((array.dtype, array.shape))
-        wire, narrows = wire_dtype(array.dtype, means)
+        wire, _ = wire_dtype(array.dtype, means)
         nbytes += array.size * wire.itemsize
-        kept = array.dtype.newbyteorder("=") if narrows else wire
-        results.append((array.shape, kept))
+        results.append((array.shape, result_dtype(array.dtype, means)))
     details = _details(structure, arrays, ops, options, on_gpu=group is not None)
     request = Request(
         describe_call(f"{what}({op.name})", details, nbytes),
