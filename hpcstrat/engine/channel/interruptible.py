@@ -155,16 +155,6 @@ class InterruptibleComm:
         self.Allreduce(self.mpi.IN_PLACE, found, op)
         return int(found[0])
 
-    def lengths(self, own: Sequence[int]) -> Any:
-        """Return the integers of all ranks, as an array with one row per rank.
-
-        All ranks must pass the same number of integers.
-        """
-        sent = np.array(own, np.int64)
-        found = np.empty((self.size, sent.size), np.int64)
-        self._finish(Message(self._comm.Iallgather, sent, found), 0)
-        return found
-
     def gathering(self, whole: Any, sizes: Sequence[int]) -> Iterator[Message]:
         """Send this rank's part of a uint8 array to all ranks, and receive their parts.
 
@@ -192,11 +182,12 @@ class InterruptibleComm:
 
     def gathered(self, data: bytes) -> list[memoryview]:
         """Return the bytes of all ranks, in rank order."""
-        sizes = self.lengths([len(data)])[:, 0].tolist()
-        whole = np.empty(sum(sizes), np.uint8)
+        own, sizes = np.array([len(data)]), np.empty(self.size, np.int64)
+        self._finish(Message(self._comm.Iallgather, own, sizes), 0)
+        whole = np.empty(sizes.sum(), np.uint8)
         parts = np.split(whole, np.cumsum(sizes)[:-1])
         parts[self.rank][...] = np.frombuffer(data, np.uint8)
-        self.finish(self.gathering(whole, sizes))
+        self.finish(self.gathering(whole, sizes.tolist()))
         return [part.data for part in parts]
 
     def allgather(self, value: Any) -> list[Any]:
