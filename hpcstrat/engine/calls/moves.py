@@ -48,8 +48,9 @@ class Moves:
         self.collectives = collectives
         self.size, self.rank = collectives.size, collectives.rank
         self._repeated = RepeatedMoves(collectives)
-        # The arrays of a barrier.
+        # The arrays of a barrier, which has no lengths that could change.
         self._nothing: list[Array] = []
+        self._repeat_barrier = self._repeated.repeat_in_kernel
 
     def close(self) -> None:
         """Forget the plans, which hold shared memory."""
@@ -59,7 +60,8 @@ class Moves:
         """Wait for all replicas; collective over ``topology.replica_comm``."""
         if what == "barrier":
             nothing = self._nothing
-            self._repeated.call(self._barrier, what, None, nothing, nothing)
+            if self._repeat_barrier(what, None, nothing, nothing) is None:
+                self._repeated.call(self._barrier, what, None, nothing, nothing)
         elif self.collectives.channel is not None:
             seconds = self.collectives.timeout_seconds
             agree = self.collectives.channel.agree

@@ -110,7 +110,8 @@ class RepeatedMoves:
         self._collectives = collectives
         self._kinds: dict[Hashable, _Kind] = {}
         self._recycler = Recycler()
-        self._repeat = repeater(collectives.channel)
+        # The kernel's function, which may raise LengthsDifferError; see `repeat`.
+        self.repeat_in_kernel = repeater(collectives.channel)
 
     def close(self) -> None:
         """Forget the plans, which hold shared memory."""
@@ -130,7 +131,11 @@ class RepeatedMoves:
         Collective over ``topology.replica_comm``. ``make`` gets all other arguments. A
         call is known by its name, the name of the operation, and the arrays.
         """
-        found = self.repeat(what, name, value, out)
+        try:
+            found = self.repeat_in_kernel(what, name, value, out)
+        except LengthsDifferError as error:
+            self._change(error)
+            found = None
         if found is None:
             call = self._call_inside, make, what, name, value, out
             found = enter(self._collectives.channel, what, *call, *given)
@@ -155,10 +160,14 @@ class RepeatedMoves:
         The arguments are those of the kernel's function ``repeat``.
         """
         try:
-            return self._repeat(*given)
+            return self.repeat_in_kernel(*given)
         except LengthsDifferError as error:
-            self._kind(error.call).change()
+            self._change(error)
         return None
+
+    def _change(self, error: LengthsDifferError) -> None:
+        """Note that the ranks have expected different lengths in a call."""
+        self._kind(error.call).change()
 
     def _kind(self, call: Call) -> _Kind:
         """Return what this rank knows of a call's kind, whatever the lengths."""
@@ -275,7 +284,7 @@ class RepeatedMoves:
             what, name, value = move.given or ("", None, None)
             if plan.kernel_call is not None and type(value) in (list, np.ndarray):
                 given = what, (name,), type(value) is list, self._seconds
-                plan.kernel_call.keep(self._repeat, *given)
+                plan.kernel_call.keep(self.repeat_in_kernel, *given)
         return plan
 
     def _new_plan(self, call: Call, blocks: MoveBlocks, kinds: Any) -> MovePlan:
