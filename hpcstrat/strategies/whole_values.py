@@ -37,7 +37,7 @@ class WholeCollectives(Collectives):
         self._send, self._wait = self.broadcast, self.barrier
         # The kernel cannot repeat these calls, because values are compared before.
         self.repeat = repeat_nothing
-        self.repeat_gather = repeat_nothing  # type: ignore[assignment]
+        self.repeat_gather = repeat_nothing
         self.reduce_in_call = self._reduce_whole
         self.batch_reduce = self._batch_reduce_whole
         self.start_in_call = self._start_whole
