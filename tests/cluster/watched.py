@@ -154,6 +154,8 @@ class WatchedRun(SurvivorRun):
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "RUN_FOLDER": str(folder),
         }
+        # With another mapping, all ranks may be on the first host.
+        env.pop("PRTE_MCA_rmaps_default_mapping_policy", None)
         command = [self.program, str(folder), str(steps), str(nap), *more]
         program = [sys.executable, *command]
         words = ["--nodes", ",".join(self.nodes), "--use", str(use), *options, "--"]

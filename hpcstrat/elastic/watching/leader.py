@@ -253,6 +253,9 @@ class Leader:
 
     def _must_hold(self, living: list[str], now: float) -> bool:
         state = self._state
+        # The nodes of another part of the network become silent one after the other.
+        if "silent" in state.lost.values() and self._mesh.doubtful(state.present):
+            return True
         if not claims.is_minority(living, state.generation.members, state.lost):
             self._hold_until = 0.0
             return False

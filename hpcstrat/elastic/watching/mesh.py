@@ -15,7 +15,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,6 +124,19 @@ class Mesh:
     def drop(self, name: str) -> None:
         """Count a node as lost, and tell it so."""
         self._request(lambda: self._lose(name, "silent"))
+
+    def doubtful(self, names: Iterable[str]) -> list[str]:
+        """Return those of some connected nodes that have missed a sign of life.
+
+        They speak again soon, or are lost soon.
+        """
+        limit, found = time.monotonic() - 2 * _BEAT_SECONDS, []
+        for name in names:
+            connection = self._open.get(name)
+            # Without a connection, the event of the loss is under way.
+            if connection is None or connection.heard < limit:
+                found.append(name)
+        return found
 
     def close(self) -> None:
         """Send what is left to send, and close all connections."""

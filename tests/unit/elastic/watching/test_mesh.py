@@ -210,6 +210,28 @@ def test_a_silent_watcher_is_lost() -> None:
             assert _read(stream)[-1] == {"kind": "dropped"}
 
 
+def test_a_node_is_doubtful_before_it_is_lost() -> None:
+    with meeting("abc", silent_seconds=2.0) as met:
+        mesh = met.start("a")
+        met.start("b")
+        assert met.next("a", "came") == ("b",)
+        with met.connect("a") as stream:
+            challenge = LineBuffer().feed(stream.recv(1 << 12))[0]
+            stream.sendall(
+                encode(**hello(Identity(SECRET, JOB, "c"), "peer", challenge))
+            )
+            assert met.next("a", "came") == ("c",)
+            assert mesh.doubtful("bc") == []
+            until = time.monotonic() + _SECONDS
+            while mesh.doubtful("bc") != ["c"]:
+                assert time.monotonic() < until
+                time.sleep(0.02)
+            # The loss has not been reported yet.
+            assert met.events["a"].empty()
+            assert met.next("a", "lost") == ("c", "silent")
+            assert mesh.doubtful("b") == []
+
+
 def test_a_port_in_use_is_an_error() -> None:
     with meeting("ab") as met, socket.create_server(("", met.addresses["a"][1])):
         met.events["a"] = queue.Queue()
