@@ -26,6 +26,7 @@ from hpcstrat.tools.bench.predict_command import predict_command
 from hpcstrat.tools.bench.run_file import BenchError
 from hpcstrat.tools.bench.scaling import ScalingRequest, run_scaling
 from hpcstrat.tools.bench.shapes import MODELS
+from hpcstrat.tools.bench.survive_command import survive_command
 from hpcstrat.tools.bench.web_page import page
 from hpcstrat.tools.terminal import UncutGroup
 
@@ -37,11 +38,12 @@ _SIZES = "4B,1KiB,16KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 
 @click.group(cls=UncutGroup)
 def bench() -> None:
-    """Measure how a job scales, draw reports, and predict larger jobs."""
+    """Measure how a job scales or survives losses, and predict larger jobs."""
 
 
 bench.add_command(input_command)
 bench.add_command(predict_command)
+bench.add_command(survive_command)
 
 
 def _listed(known: tuple[str, ...]) -> Callable[..., tuple[str, ...]]:

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from hpcstrat.tools.bench.pictures import require_matplotlib
+from hpcstrat.tools.bench.prediction.effective_time import MeasuredTimes
 from hpcstrat.tools.bench.prediction.forecast import ForecastPoint, predict
 from hpcstrat.tools.bench.prediction.inputs import KnownFigures, read_given
 from hpcstrat.tools.bench.prediction.picture import PARTS, draw
@@ -25,7 +26,8 @@ __all__ = ["predict_command"]
 
 _NODES = "1,2,4,8,16,32,64,128,256,512,1000,2000,5000,10000"
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?) ?([a-zA-Z]+)(?:/s)?")
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_MEASURED = "steps as measured"
+_SECONDS = {"h": 3600.0, "min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _BYTES = {
     "B": 1.0,
     "kB": 1e3,
@@ -101,8 +103,8 @@ def _counts(context: Any, option: Any, text: str) -> list[int]:
     "networks",
     multiple=True,
     type=click.Choice(tuple(NETWORKS)),
-    required=True,
-    help="Kind of network; repeat the option to predict several kinds.",
+    help="Kind of network; repeat the option to predict several kinds. Without it, "
+    "steps take as long as measured.",
 )
 @click.option(
     "--nodes",
@@ -142,6 +144,29 @@ def _counts(context: Any, option: Any, text: str) -> list[int]:
     "as 100MB.",
 )
 @click.option(
+    "--losses",
+    type=click.FloatRange(0),
+    help="Losses of each node in an hour, such as 1e-4: predict the effective time.",
+)
+@click.option(
+    "--restart",
+    callback=_seconds,
+    help="Time from a loss to the next step, such as 5s.",
+)
+@click.option("--save", callback=_seconds, help="Time of a save or snapshot.")
+@click.option(
+    "--steps-per-save",
+    type=click.IntRange(1),
+    help="Steps between saves; default: as every='auto' of CheckpointOptions.",
+)
+@click.option(
+    "--run-hours",
+    type=click.FloatRange(0, min_open=True),
+    default=24.0,
+    show_default=True,
+    help="Time of all steps of a run, for the deviation of its effective time.",
+)
+@click.option(
     "--json", "output", type=click.Path(), help="Write all figures to this file."
 )
 @click.option(
@@ -157,22 +182,24 @@ def predict_command(
     picture: str | None,
     **words: Any,
 ) -> None:
-    """Predict the time of a training step on many nodes, by SimGrid.
+    """Predict steps on many nodes, by SimGrid, and the effective time with losses.
 
-    The figures of a small run are read from FILES, which hpcstrat bench scaling or
-    hpcstrat doctor --measure --json has written. Options override figures in FILES.
+    The figures of a small run are read from FILES, which hpcstrat bench scaling,
+    hpcstrat bench survive --json or hpcstrat doctor --measure --json has written.
+    Options override figures in FILES.
     """
     try:
-        find_smpirun()
+        if networks:
+            find_smpirun()
         # Check for matplotlib now, and not after minutes of simulations.
         if picture is not None:
             require_matplotlib()
-        given = _given(files, words)
+        given, run_seconds = _given(files, words), 3600 * words["run_hours"]
         curves: dict[str, list[ForecastPoint]] = {}
-        for kind in dict.fromkeys(networks):
+        for kind in dict.fromkeys(networks or (_MEASURED,)):
             curves[kind] = []
             for point in _points(given, kind, nodes):
-                curves[kind].append(point)
+                curves[kind].append(given.with_losses(point, run_seconds))
                 # Write the file now: the user may interrupt the next point.
                 if output is not None:
                     _write(output, _report(curves))
@@ -195,6 +222,10 @@ def _given(files: Sequence[str], words: dict[str, Any]) -> KnownFigures:
         replicas_per_node=words["replicas_per_node"],
         mpi=words["mpi"],
         shapes=words["gradients"],
+        saves=_constant(words["save"]),
+        starts=_constant(words["restart"]),
+        steps_per_save=words["steps_per_save"],
+        losses=words["losses"],
     )
     for path in files:
         # Options override files, and earlier files override later files.
@@ -202,10 +233,17 @@ def _given(files: Sequence[str], words: dict[str, Any]) -> KnownFigures:
     return given
 
 
+def _constant(seconds: float | None) -> MeasuredTimes | None:
+    return None if seconds is None else MeasuredTimes.of([seconds])
+
+
 def _points(
     given: KnownFigures, kind: str, nodes: Sequence[int]
 ) -> Iterator[ForecastPoint]:
     """Predict the points, and print the time and memory that each prediction needs."""
+    if kind == _MEASURED:
+        yield from map(given.measured_point, nodes)
+        return
     network = given.network(kind)
     for point in predict(given.step(), given.job(), given.machine(), network, nodes):
         click.echo(
@@ -225,10 +263,17 @@ def _show(kind: str, points: Sequence[ForecastPoint]) -> None:
         "step ms",
         "efficiency",
         *(f"{words} ms" for words in PARTS.values()),
+        "with late nodes ms",
+        *(["effective time"] if points[0].effective_time is not None else []),
     )
     for point in points:
         parts = [f"{1e3 * getattr(point, part):.4g}" for part in PARTS]
         times = f"{1e3 * point.step_seconds:.4g}", f"{point.efficiency:.1%}"
+        late = point.mean_step_seconds or 0.0, point.step_deviation_seconds or 0.0
+        parts.append(f"{1e3 * late[0]:.4g} +- {1e3 * late[1]:.2g}")
+        if point.effective_time is not None:
+            deviation = point.effective_time_deviation
+            parts.append(f"{point.effective_time:.4f} +- {deviation:.4f}")
         add_row(table, point.num_nodes, point.num_replicas, *times, *parts)
     console.print(table)
 

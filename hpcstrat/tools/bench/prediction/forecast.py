@@ -64,6 +64,13 @@ class ForecastPoint:
     # Real time and memory that the simulation needed.
     wall_seconds: float = 0.0
     most_bytes: int = 0
+    # Steps with late nodes, and the effective time, if their figures are known.
+    mean_step_seconds: float | None = None
+    step_deviation_seconds: float | None = None
+    effective_time: float | None = None
+    effective_time_deviation: float | None = None
+    losses: float | None = None
+    steps_per_save: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict for the module json: the fields, by their names."""

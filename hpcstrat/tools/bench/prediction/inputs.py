@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from hpcstrat.tools.bench.prediction.dry_run import MemoryCopy, SimulatedJob, dry_run
-from hpcstrat.tools.bench.prediction.forecast import ForecastStep
+from hpcstrat.tools.bench.prediction.effective_time import LossyRun, MeasuredTimes
+from hpcstrat.tools.bench.prediction.forecast import ForecastPoint, ForecastStep
 from hpcstrat.tools.bench.prediction.platforms import NETWORKS, Network
 from hpcstrat.tools.bench.prediction.traces import MPI_OPTIONS, Machine
 from hpcstrat.tools.bench.run_file import (
@@ -22,7 +24,10 @@ from hpcstrat.tools.bench.run_file import (
 )
 from hpcstrat.tools.bench.shapes import MODELS
 
-__all__ = ["KnownFigures", "read_given"]
+__all__ = ["SURVIVE_FORMAT", "KnownFigures", "read_given"]
+
+SURVIVE_FORMAT = {"format": "hpcstrat survive", "format_version": 1}
+"""The beginning of a file of hpcstrat bench survive."""
 
 # A message within a node reads and writes each of its bytes once.
 _TOUCHED = 2
@@ -34,7 +39,8 @@ class KnownFigures:
 
     Times are in seconds, bandwidths in bytes per second. ``shapes`` are the shapes of
     the gradients. ``memory`` is the memory bandwidth of one replica, counting both
-    reads and writes.
+    reads and writes. ``steps`` are measured on ``num_nodes`` nodes; ``saves`` and
+    ``starts`` are those of `LossyRun`, and ``losses`` are per node and hour.
     """
 
     latency: float | None = None
@@ -48,6 +54,12 @@ class KnownFigures:
     slot_bytes: int | None = None
     mpi: str | None = None
     shapes: tuple[tuple[int, ...], ...] | None = None
+    steps: MeasuredTimes | None = None
+    num_nodes: int | None = None
+    saves: MeasuredTimes | None = None
+    starts: MeasuredTimes | None = None
+    steps_per_save: int | None = None
+    losses: float | None = None
 
     def over(self, other: Self) -> Self:
         """Return a copy in which figures of ``other`` replace the unknown ones."""
@@ -108,6 +120,40 @@ class KnownFigures:
             )
         return Machine(latency, bandwidth, memory, mpi)
 
+    def with_losses(self, point: ForecastPoint, run_seconds: float) -> ForecastPoint:
+        """Return a point with the spread of its steps, and with its effective time.
+
+        Nodes are late independently of each other, as the measured ones were.
+        """
+        steps = self.steps or MeasuredTimes.of([point.step_seconds])
+        late = steps.slowest_of(point.num_nodes / (self.num_nodes or 1))
+        late = late.changed_by(point.step_seconds - steps.median)
+        point = replace(
+            point, mean_step_seconds=late.mean, step_deviation_seconds=late.deviation
+        )
+        if self.losses is None:
+            return point
+        rate = self.losses * point.num_nodes / 3600
+        times = late, self._known("saves", "--save"), self._known("starts", "--restart")
+        run = LossyRun.at_best_interval(*times, 1 / rate if rate else math.inf)
+        if self.steps_per_save is not None:
+            run = replace(run, steps_per_save=self.steps_per_save)
+        found = run.effective_time(run_seconds)
+        return replace(
+            point,
+            effective_time=found.mean,
+            effective_time_deviation=found.deviation,
+            losses=found.losses,
+            steps_per_save=run.steps_per_save,
+        )
+
+    def measured_point(self, num_nodes: int) -> ForecastPoint:
+        """Return a point whose step is as measured, on a network without costs."""
+        steps = self.steps
+        seconds = steps.median if steps else self._known("compute", "--compute-ms")
+        replicas = num_nodes * (self.replicas_per_node or 1)
+        return ForecastPoint(num_nodes, replicas, seconds, seconds, 0.0, 0.0, 0.0, 0.0)
+
     def _known(self, name: str, option: str) -> Any:
         value = getattr(self, name)
         if value is None:
@@ -118,7 +164,7 @@ class KnownFigures:
 def _missing(option: str) -> BenchError:
     return BenchError(
         f"expected {option}, or a file that has it, found neither; give it, or a file "
-        "of hpcstrat bench scaling or hpcstrat doctor --measure --json"
+        "of hpcstrat bench scaling, bench survive --json or doctor --measure --json"
     )
 
 
@@ -127,7 +173,8 @@ def read_given(path: str) -> KnownFigures:
 
     A file of hpcstrat doctor --measure --json has the links, and the hosts' memory
     bandwidth. A file of hpcstrat bench scaling has the links, the replicas, the step,
-    and, in a run of one node, the bandwidth of copies in the step.
+    and, in a run of one node, the bandwidth of copies in the step. A file of hpcstrat
+    bench survive has the steps, the snapshots, and the starts after losses.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -145,6 +192,8 @@ def read_given(path: str) -> KnownFigures:
     try:
         if isinstance(content, dict) and content.get("format") == FORMAT:
             return _of_run(read_run(path))
+        if isinstance(content, dict) and SURVIVE_FORMAT.items() <= content.items():
+            return _of_survival(content)
         links = _find_links(content)
         if links is not None:
             return _of_doctor(*links)
@@ -154,8 +203,24 @@ def read_given(path: str) -> KnownFigures:
             f"{path} {type(error).__name__}: {error}; measure again"
         ) from error
     raise BenchError(
-        "expected a file of hpcstrat bench scaling, or of hpcstrat doctor --measure "
-        f"--json, found in {path} another JSON; give one of these"
+        "expected a file of hpcstrat bench scaling, hpcstrat bench survive --json, or "
+        f"hpcstrat doctor --measure --json, found in {path} another JSON; give one of "
+        "these"
+    )
+
+
+def _of_survival(content: dict[str, Any]) -> KnownFigures:
+    steps, saves, starts = (
+        MeasuredTimes.of(content[f"{name}_seconds"])
+        for name in ("step", "save", "start")
+    )
+    return KnownFigures(
+        compute=steps.median,
+        replicas_per_node=int(content["replicas_per_node"]),
+        steps=steps,
+        num_nodes=int(content["num_nodes"]),
+        saves=saves,
+        starts=starts,
     )
 
 
@@ -216,6 +281,9 @@ def _of_run(run: MeasuredRun) -> KnownFigures:
         slot_bytes=slot_bytes,
         mpi=_library(run),
     )
+    saves = [part for part in run.parts if part.name == "save"]
+    if saves:
+        given = replace(given, saves=MeasuredTimes.of(saves[0].seconds))
     steps = [part for part in run.parts if part.name == "step" and part.own_seconds]
     steps.sort(key=lambda part: part.scaling != "weak")
     return replace(given, **_of_step(run, steps[0], given.job())) if steps else given
@@ -229,6 +297,7 @@ def _of_step(run: MeasuredRun, part: Part, job: SimulatedJob) -> dict[str, Any]:
     model = part.parameters.get("model")
     shapes = MODELS[model]() if model in MODELS else [(part.reduced_bytes // 4,)]
     found: dict[str, Any] = {"compute": own - late - calls, "shapes": tuple(shapes)}
+    found |= {"steps": MeasuredTimes.of(part.seconds), "num_nodes": run.num_workers}
     if run.num_workers == 1 and job.replicas_per_worker > 1 and calls > 0:
         events = dry_run(shapes, job)
         copied = sum(event.nbytes for event in events if isinstance(event, MemoryCopy))
