@@ -90,13 +90,15 @@ class SurvivorRun:
         }
 
     def launchers(self) -> list[int]:
-        """Return process ids of the launchers."""
+        """Return process ids of the launchers of ranks."""
         names = ("mpirun", "prterun", "srun")
         return [
             pid
             for pid, command in self.hosts.processes().items()
-            # The launcher of Open MPI's wheel is a program of Python.
+            # The launcher of Open MPI's wheel is a program of Python. After the end of
+            # the srun of the watchers, the job script requeues the job.
             if any(Path(word).name in names for word in command.split()[:2])
+            and "hpcstrat watch" not in command
         ]
 
     def problems(self) -> list[str]:

@@ -1,0 +1,94 @@
+"""The wall time of a training with ``every="auto"``, by that of one without saves.
+
+Run it on two ranks, on an otherwise idle machine::
+
+    mpirun --bind-to core -n 2 python benchmarks/bench_auto_saves.py 512MiB --folder DIR
+
+All of the state changes in each step. A round has two blocks of equal steps, in
+alternating order: one with a save after its first step, which is written in the
+background during the block, and one without. The difference of their times is what a
+save costs. The manager chooses its interval from the costs that it has measured, for a
+run without losses so far; the result is the cost divided by this interval. With
+``--memory``, each save also makes a snapshot in the memory of the nodes.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import click
+import numpy as np
+from report import parse_size
+
+import hpcstrat as hs
+
+NUM_VARIABLES = 16
+
+
+@click.command()
+@click.argument("state", default="64MiB")
+@click.option("--rounds", default=6, help="Number of rounds.")
+@click.option("--seconds", default=6.0, help="Time of a block.")
+@click.option("--folder", required=True, help="Folder for the checkpoints, new.")
+@click.option("--memory", is_flag=True, help="Also keep snapshots in memory.")
+def main(state: str, rounds: int, seconds: float, folder: str, memory: bool) -> None:
+    """Measure saves of a STATE of this size."""
+    with hs.MultiWorkerMirroredStrategy() as strategy:
+        size = parse_size(state) // NUM_VARIABLES // 4
+        with strategy.scope():
+            weights = [
+                hs.Variable(np.ones(size, np.float32)) for _ in range(NUM_VARIABLES)
+            ]
+        options = hs.CheckpointOptions(every="auto", memory=memory, max_to_keep=1)
+        manager = hs.CheckpointManager(folder, options=options, weights=weights)
+        last = 0
+
+        def block(num_steps: int, *, saves: bool) -> float:
+            nonlocal last
+            strategy.barrier()
+            began = time.perf_counter()
+            for number in range(num_steps):
+                last += 1
+                for weight in weights:
+                    np.multiply(weight.component, 1.0001, out=weight.component)
+                strategy.barrier()
+                if saves and number == 0:
+                    # A save is due in the first call after a forgotten step.
+                    manager._due.saved(None)
+                    manager.save_if_due(last)
+            return time.perf_counter() - began
+
+        # The first saves use new memory and files.
+        for _ in range(2):
+            each = block(4, saves=True) / 4
+            manager.wait()
+        each = block(8, saves=False) / 8
+        steps = max(2, int(strategy.broadcast_object(seconds / each)))
+        differences, plain = [], []
+        for turn in range(rounds):
+            order = (True, False) if turn % 2 else (False, True)
+            times = {saves: block(steps, saves=saves) for saves in order}
+            manager.wait()
+            differences.append(times[True] - times[False])
+            plain.append(times[False])
+        # The first call after a save chooses the interval.
+        cost = float(np.median(differences))
+        manager.save_if_due(last + 1)
+        chosen = manager._due._disk.steps or 1
+        step = float(np.median(plain)) / steps
+        manager.complete()
+        if strategy.rank == 0:
+            low, high = np.percentile(differences, (25, 75))
+            click.echo(
+                f"{state}{' and snapshots' if memory else ''}: step {step * 1e3:.1f} "
+                f"ms, a save costs {cost:.3f} s (quartiles {low:.3f} to {high:.3f}; "
+                f"blocks without: {np.std(plain) / np.mean(plain):.1%} deviation), one "
+                f"in {chosen * step:.1f} s: {1 + cost / (chosen * step):.4f}"
+            )
+            shutil.rmtree(Path(folder), ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
