@@ -17,7 +17,7 @@ import numpy as np
 
 from hpcstrat.checkpoint import CheckpointManager, CheckpointOptions
 from hpcstrat.engine.settings import Settings
-from hpcstrat.strategies import MultiWorkerMirroredStrategy, get_replica_context
+from hpcstrat.strategies import MultiWorkerMirroredStrategy
 from hpcstrat.variables import Variable
 
 __all__ = ["main"]
@@ -52,18 +52,14 @@ def main() -> None:
         def write(*line: object) -> None:
             log.write(json.dumps([time.time(), *line]) + "\n")
 
-        def train() -> float:
-            stops = strategy.rank == 0 and (job / "stop").exists()
-            flag = np.array([float(stops)])
-            return float(get_replica_context().all_reduce("sum", flag)[0])
-
         write("start", step, os.uname().nodename, os.getpid())
         stops = 0.0
-        while stops == 0:
+        while not stops:
             began = time.perf_counter()
             # The hosts may share their cores, so a step sleeps instead of computing.
             time.sleep(told["step_seconds"])
-            stops = strategy.local_value(strategy.run(train))
+            stop = float(strategy.rank == 0 and (job / "stop").exists())
+            stops = float(strategy.reduce("sum", stop, axis=None))
             for weight in weights:
                 weight.component[...] += 1
             step += 1

@@ -1,0 +1,51 @@
+"""``hpcstrat bench survive`` on pretend hosts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcstrat.testing import launch_command
+from hpcstrat.tools.bench.prediction.inputs import read_given
+from tests.cluster.hosts import Hosts
+
+pytestmark = pytest.mark.skipif(
+    "--oversubscribe" not in launch_command(1),
+    reason="the options of mpirun are those of Open MPI",
+)
+PROGRAM = Path(__file__).parents[2] / "benchmarks/bench_survive.py"
+
+
+@pytest.mark.slow
+def test_the_effective_time_is_measured(hosts: Hosts, tmp_path: Path) -> None:
+    path = tmp_path / "survive.json"
+    words = ["--use", "2", "--losses", "4", "--every", "2", "--calm-seconds", "4"]
+    words += ["--queue-seconds", "1", "--queued-losses", "1", "--step-ms", "10"]
+    words += ["--seed", "3", "--state-mib", "1", "--json", str(path)]
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), "--hosts", "4", "--", *words],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(path.read_text())
+    runs = {run["name"]: run for run in found["runs"]}
+    assert [run["losses"] for run in runs.values()] == [0, 4, 1]
+    assert found["wrong_restores"] == 0
+    for run in runs.values():
+        assert 0 < run["effective_time"] < 1.01
+        assert 0 < run["predicted"] <= 1
+    # A queue of a second and the watchers' start come after each loss.
+    [queued] = runs["by requeue alone"]["start_seconds"].values()
+    assert queued[0] > 1
+    known = read_given(str(path))
+    assert known.steps is not None
+    assert known.steps.median >= 0.01
+    assert known.num_nodes == 2
+    assert "with watchers" in done.stdout
