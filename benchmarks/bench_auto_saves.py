@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from pathlib import Path
 
 import click
 import numpy as np
@@ -78,7 +77,8 @@ def main(state: str, rounds: int, seconds: float, folder: str, memory: bool) -> 
         told = manager._saver.cost_seconds
         interval = best_seconds(told, mean_seconds_between_losses(0, 0.0))
         manager.complete()
-        if strategy.rank == 0:
+        rank = strategy.rank
+        if rank == 0:
             low, high = np.percentile(differences, (25, 75))
             click.echo(
                 f"{state}{' and snapshots' if memory else ''}: step {step * 1e3:.1f} "
@@ -87,7 +87,10 @@ def main(state: str, rounds: int, seconds: float, folder: str, memory: bool) -> 
                 f"{told:.3f} s for the manager, which saves each {interval:.1f} s: "
                 f"{1 + cost / interval:.4f}"
             )
-            shutil.rmtree(Path(folder), ignore_errors=True)
+    if rank == 0:
+        # All ranks have ended their waits: a rank that waits may keep the core that the
+        # file system needs.
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

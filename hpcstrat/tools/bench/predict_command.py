@@ -145,7 +145,7 @@ def _counts(context: Any, option: Any, text: str) -> list[int]:
 )
 @click.option(
     "--losses",
-    type=click.FloatRange(0),
+    type=click.FloatRange(0, 1e6),
     help="Losses of each node in an hour, such as 1e-4: predict the effective time.",
 )
 @click.option(

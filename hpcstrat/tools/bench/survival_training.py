@@ -32,7 +32,7 @@ def main() -> None:
     number = os.environ["HPCSTRAT_WATCH_GENERATION"]
     settings = Settings(hang_folder=str(job / "hang"))
     strategy = MultiWorkerMirroredStrategy(settings=settings)
-    size = max(1, told["state_bytes"] // _NUM_VARIABLES // 4)
+    size = max(1, int(told["state_mib"] * 2**20) // _NUM_VARIABLES // 4)
     with strategy.scope():
         weights = [Variable(np.zeros(size, np.float32)) for _ in range(_NUM_VARIABLES)]
     options = CheckpointOptions(
@@ -57,7 +57,7 @@ def main() -> None:
         while not stops:
             began = time.perf_counter()
             # The hosts may share their cores, so a step sleeps instead of computing.
-            time.sleep(told["step_seconds"])
+            time.sleep(told["step_ms"] / 1e3)
             stop = float(strategy.rank == 0 and (job / "stop").exists())
             stops = float(strategy.reduce("sum", stop, axis=None))
             for weight in weights:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import shlex
 import statistics
 import sys
-from collections import defaultdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ from hpcstrat.cluster_resolver.node_list import expand_node_list
 from hpcstrat.tools.bench.prediction.effective_time import LossyRun, MeasuredTimes
 from hpcstrat.tools.bench.prediction.inputs import SURVIVE_FORMAT
 from hpcstrat.tools.bench.run_file import BenchError, write_json
-from hpcstrat.tools.bench.survival_run import SurvivalRun, SurvivalSetup
+from hpcstrat.tools.bench.survival_run import SurvivalRun
 from hpcstrat.tools.terminal import add_row, new_console, new_table
 
 __all__ = ["survive_command"]
@@ -28,6 +25,9 @@ _STEP_OF_SLURM = (
     "srun --overlap --no-kill --mpi=none --nodes=1 --ntasks=1 --nodelist={node}"
 )
 _NONE, _WATCHED, _QUEUED = "without losses", "with watchers", "by requeue alone"
+# Each of these losses takes the time in the queue.
+_QUEUED_LOSSES = 5
+_SOME, _MORE = click.IntRange(1), click.FloatRange(0, min_open=True)
 
 
 @click.command("survive", context_settings={"show_default": True})
@@ -35,68 +35,32 @@ _NONE, _WATCHED, _QUEUED = "without losses", "with watchers", "by requeue alone"
 @click.option(
     "--on-node",
     metavar="COMMAND",
-    help="Beginning of a command that runs on {node}, on a node with this one's files "
-    "and variables; default: srun in a job of Slurm.",
+    help="Beginning of a command that runs on {node}; default: srun in a job of Slurm.",
 )
+@click.option("--use", type=_SOME, default=1, help="Nodes of ranks; others are spare.")
+@click.option("--ranks-per-node", type=_SOME, default=1)
+@click.option("--folder", default="survive", help="New folder, which all nodes share.")
+@click.option("--losses", type=_SOME, default=50, help="Number of losses.")
+@click.option("--every", type=_MORE, default=20.0, help="Mean seconds between losses.")
 @click.option(
-    "--use",
-    type=click.IntRange(1),
-    help="Nodes that run ranks; the others are spare. Default: half of the nodes.",
-    show_default=False,
-)
-@click.option("--ranks-per-node", type=click.IntRange(1), default=1)
-@click.option("--launch-options", default="", help="Options of mpirun.")
-@click.option(
-    "--folder",
-    type=click.Path(path_type=Path),
-    default="survive",
-    help="New folder on a shared file system, for the runs.",
-)
-@click.option("--losses", type=click.IntRange(1), default=50, help="Number of losses.")
-@click.option(
-    "--every",
-    type=click.FloatRange(min=0, min_open=True),
-    default=20.0,
-    help="Mean time between losses, in seconds.",
-)
-@click.option(
-    "--calm-seconds",
-    type=click.FloatRange(min=1),
-    default=60.0,
-    help="Duration of the run without losses.",
+    "--calm-seconds", type=_MORE, default=60.0, help="Time of the run without losses."
 )
 @click.option(
     "--queue-seconds",
-    type=click.FloatRange(min=0),
-    help="Also measure a run without watchers, which waits for this time in the queue "
-    "after each loss.",
+    type=click.FloatRange(0),
+    help="Also measure a run without watchers, queued so long after each loss.",
 )
-@click.option(
-    "--queued-losses", type=click.IntRange(1), default=5, help="Losses of that run."
-)
-@click.option(
-    "--state-mib", type=click.FloatRange(0), default=16.0, help="Weights of a replica."
-)
-@click.option(
-    "--step-ms", type=click.FloatRange(0), default=40.0, help="Sleep in a step."
-)
+@click.option("--state-mib", type=_MORE, default=16.0, help="Weights of a replica.")
+@click.option("--step-ms", type=_MORE, default=40.0, help="Sleep in a step.")
 @click.option(
     "--snapshot-steps",
-    type=click.IntRange(1),
+    type=_SOME,
     default=25,
-    help="Steps between snapshots in the memory of the nodes.",
+    help="Steps between snapshots; the disk gets each tenth.",
 )
-@click.option(
-    "--save-steps",
-    type=click.IntRange(1),
-    default=250,
-    help="Steps between saves to the disk.",
-)
-@click.option("--seed", type=int, default=1, help="Seed of the random losses.")
-@click.option(
-    "--json", "output", type=click.Path(), help="Write all figures to this file."
-)
-def survive_command(folder: Path, output: str | None, **words: Any) -> None:
+@click.option("--seed", default=1, help="Seed of the random losses.")
+@click.option("--json", "output", help="Write all figures to this file.")
+def survive_command(folder: str, output: str | None, **told: Any) -> None:
     """Lose ranks, nodes and launchers at random, and measure the useful steps.
 
     \b
@@ -107,89 +71,57 @@ def survive_command(folder: Path, output: str | None, **words: Any) -> None:
     losses, and of one that is queued again after each loss.
     """
     try:
-        setup = _setup(words)
-        try:
-            folder.mkdir(parents=True)
-        except OSError as error:
-            raise BenchError(
-                f"expected a new folder {folder}, found {error.strerror}; use --folder"
-            ) from error
-        runs = _measure(setup, folder.resolve(), words)
-        report = _report(runs, words | {"num_nodes": setup.use})
+        told |= _nodes(told) | {"save_steps": 10 * told["snapshot_steps"]}
+        Path(folder).mkdir(parents=True)
+        report = _report(_measure(told, Path(folder).resolve()), told)
         if output is not None:
-            try:
-                write_json(report, output)
-            except OSError as error:
-                raise BenchError(
-                    f"expected to write {output}, found {error.strerror}; choose "
-                    "another file"
-                ) from error
+            write_json(report, output)
     except BenchError as error:
         raise click.ClickException(str(error)) from error
+    except OSError as error:
+        raise click.ClickException(
+            f"expected a new folder, and a file for the figures, found "
+            f"{error.filename}: {error.strerror}; use --folder or --json"
+        ) from error
     _show(report)
     raise SystemExit(int(report["wrong_restores"] > 0))
 
 
-def _setup(words: dict[str, Any]) -> SurvivalSetup:
-    listed, on_node = os.environ.get("SLURM_JOB_NODELIST", ""), words["on_node"]
-    if words["nodes"]:
-        nodes = tuple(words["nodes"].split(","))
-    else:
-        nodes = tuple(expand_node_list(listed)) if listed else ()
-    if not nodes or not (on_node or listed):
+def _nodes(told: dict[str, Any]) -> dict[str, Any]:
+    """Return the nodes, and the command that runs on one of them."""
+    listed = os.environ.get("SLURM_JOB_NODELIST", "")
+    nodes = told["nodes"].split(",") if told["nodes"] else expand_node_list(listed)
+    on_node = told["on_node"] or (_STEP_OF_SLURM if listed else "")
+    if not nodes or not on_node:
         raise BenchError(
             "expected a job of Slurm, or nodes and a command that runs on one of them, "
             "found neither; use salloc, or --nodes and --on-node"
         )
-    use = words["use"] or math.ceil(len(nodes) / 2)
-    if use >= len(nodes):
+    if told["use"] >= len(nodes):
         raise BenchError(
-            f"expected a spare node, found that {use} of {len(nodes)} nodes run ranks; "
-            "use more nodes, or a smaller --use"
+            f"expected a spare node, found that {told['use']} of {len(nodes)} nodes "
+            "run ranks; use more nodes, or a smaller --use"
         )
-    training = {
-        "state_bytes": int(words["state_mib"] * 2**20),
-        "step_seconds": words["step_ms"] / 1e3,
-        "snapshot_steps": words["snapshot_steps"],
-        "save_steps": words["save_steps"],
-    }
-    return SurvivalSetup(
-        nodes,
-        use,
-        words["ranks_per_node"],
-        on_node or _STEP_OF_SLURM,
-        words["launch_options"],
-        training,
-    )
+    return {"nodes": nodes, "on_node": on_node}
 
 
-def _measure(
-    setup: SurvivalSetup, folder: Path, words: dict[str, Any]
-) -> dict[str, SurvivalRun]:
-    plans = [(_NONE, 0, words["calm_seconds"]), (_WATCHED, words["losses"], None)]
-    if words["queue_seconds"] is not None:
-        plans.append((_QUEUED, words["queued_losses"], None))
+def _measure(told: dict[str, Any], folder: Path) -> dict[str, SurvivalRun]:
+    plans = [
+        (_NONE, 0, told["calm_seconds"]),
+        (_WATCHED, told["losses"], told["every"]),
+    ]
+    if told["queue_seconds"] is not None:
+        plans.append((_QUEUED, min(_QUEUED_LOSSES, told["losses"]), told["every"]))
     runs = {}
     for number, (name, losses, seconds) in enumerate(plans):
         click.echo(f"a run {name}", err=True)
-        is_queued = name == _QUEUED
-        if is_queued:
-            # Only the disk outlives a job.
-            setup = SurvivalSetup(
-                setup.nodes,
-                setup.use,
-                setup.ranks_per_node,
-                setup.on_node,
-                setup.launch_options,
-                {**setup.training, "snapshot_steps": 0},
-            )
         runs[name] = SurvivalRun(
-            setup,
+            told,
             folder / name.replace(" ", "-"),
-            random.Random(words["seed"] + number),
-            words["queue_seconds"] if is_queued else None,
+            told["seed"] + number,
+            told["queue_seconds"] if name == _QUEUED else None,
         )
-        runs[name].go(losses, seconds or words["every"])
+        runs[name].go(losses, seconds)
     return runs
 
 
@@ -199,51 +131,42 @@ def _sums(seconds: list[float], count: int) -> list[float]:
     return [sum(seconds[end - count : end]) for end in ends] or [sum(seconds)]
 
 
-def _report(runs: dict[str, SurvivalRun], words: dict[str, Any]) -> dict[str, Any]:
-    calm = [line for line in runs[_NONE].records() if line[1] == "step"]
+def _report(runs: dict[str, SurvivalRun], told: dict[str, Any]) -> dict[str, Any]:
+    calm = runs[_NONE].records("step")
     steps, saving = [line[3] for line in calm], [line[4] for line in calm]
     report: dict[str, Any] = {
         **SURVIVE_FORMAT,
         "command": shlex.join(["hpcstrat", *sys.argv[1:]]),
-        "began": datetime.now(UTC).isoformat(timespec="seconds"),
-        "num_nodes": words["num_nodes"],
-        "replicas_per_node": words["ranks_per_node"],
-        "steps_per_save": words["snapshot_steps"],
+        "options": told,
+        "num_nodes": told["use"],
+        "replicas_per_node": told["ranks_per_node"],
         "step_seconds": steps,
         # What all calls of save_if_due between two snapshots take together.
-        "save_seconds": _sums(saving, words["snapshot_steps"]),
-        "start_seconds": [],
+        "save_seconds": _sums(saving, told["snapshot_steps"]),
+        "start_seconds": [seconds for _, seconds in runs[_WATCHED].start_seconds()],
         "wrong_restores": sum(run.wrong_restores() for run in runs.values()),
         "runs": [],
     }
     for name, run in runs.items():
-        starts, each = run.start_seconds(), words["snapshot_steps"]
-        if name == _WATCHED:
-            report["start_seconds"] = [seconds for _, seconds in starts]
-        elif name == _QUEUED:
-            each = words["save_steps"]
-        model = LossyRun(
+        starts = run.start_seconds()
+        each = told["save_steps" if name == _QUEUED else "snapshot_steps"]
+        predicted = LossyRun(
             MeasuredTimes.of(steps),
             MeasuredTimes.of(_sums(saving, each)),
             MeasuredTimes.of([seconds for _, seconds in starts] or [0.0]),
             run.seconds / len(run.losses) if run.losses else math.inf,
             each,
-        )
-        effective = run.steps * statistics.fmean(steps) / run.seconds
-        predicted = model.effective_time(effective * run.seconds)
-        by_kind = defaultdict(list)
-        for kind, seconds in starts:
-            by_kind[kind].append(seconds)
+        ).effective_time(run.steps * statistics.fmean(steps))
         report["runs"].append(
             {
                 "name": name,
                 "losses": len(run.losses),
                 "seconds": run.seconds,
                 "steps": run.steps,
-                "effective_time": effective,
+                "effective_time": run.steps * statistics.fmean(steps) / run.seconds,
                 "predicted": predicted.mean,
                 "predicted_deviation": predicted.deviation,
-                "start_seconds": dict(by_kind),
+                "starts": starts,
             }
         )
     return report
@@ -252,17 +175,18 @@ def _report(runs: dict[str, SurvivalRun], words: dict[str, Any]) -> dict[str, An
 def _show(report: dict[str, Any]) -> None:
     console = new_console()
     table = new_table("run", "losses", "s", "steps/s", "effective time", "predicted")
+    lines = [f"wrong restores: {report['wrong_restores']}"]
     for run in report["runs"]:
         rate, share = run["steps"] / run["seconds"], f"{run['effective_time']:.3f}"
-        told = f"{run['predicted']:.3f} +- {run['predicted_deviation']:.3f}"
+        predicted = f"{run['predicted']:.3f} +- {run['predicted_deviation']:.3f}"
         cells = run["name"], run["losses"], f"{run['seconds']:.1f}", f"{rate:.2f}"
-        add_row(table, *cells, share, told)
-    console.print(table)
-    for run in report["runs"]:
-        for kind, seconds in run["start_seconds"].items():
-            console.print(
+        add_row(table, *cells, share, predicted)
+        for kind in sorted({kind for kind, _ in run["starts"]}):
+            some = [seconds for found, seconds in run["starts"] if found == kind]
+            lines.append(
                 f"{run['name']}, a {kind} lost: next step after "
-                f"{statistics.median(seconds):.2f} s (median of {len(seconds)}, "
-                f"{min(seconds):.2f} to {max(seconds):.2f})"
+                f"{statistics.median(some):.2f} s (median of {len(some)}, "
+                f"{min(some):.2f} to {max(some):.2f})"
             )
-    console.print(f"wrong restores: {report['wrong_restores']}")
+    console.print(table)
+    console.print("\n".join(lines))

@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.checkpoint.interval import best_seconds
-
 __all__ = ["EffectiveTime", "LossyRun", "MeasuredTimes"]
 
 
@@ -88,20 +86,6 @@ class LossyRun:
     loss_seconds: float
     steps_per_save: int
 
-    @classmethod
-    def at_best_interval(
-        cls,
-        steps: MeasuredTimes,
-        saves: MeasuredTimes,
-        starts: MeasuredTimes,
-        loss_seconds: float,
-    ) -> LossyRun:
-        """Return a run that saves as often as ``every="auto"`` of a checkpoint does."""
-        # Without losses, "auto" assumes one in six hours.
-        seconds = best_seconds(saves.mean, min(loss_seconds, 6 * 3600.0))
-        count = max(1, math.ceil(seconds / max(steps.mean, 1e-9)))
-        return cls(steps, saves, starts, loss_seconds, count)
-
     def seconds_per_save(self) -> tuple[float, float]:
         """Return mean and standard deviation of the time from one save to the next.
 
@@ -156,7 +140,7 @@ class LossyRun:
         """
         mean, deviation = self.seconds_per_save()
         useful = self.steps_per_save * self.steps.mean
-        if math.isinf(mean):
+        if math.isinf(mean) or not useful:
             return EffectiveTime(0.0, 0.0, math.inf)
         share, count = useful / mean, max(1.0, run_seconds / useful)
         spread = share * deviation / mean / math.sqrt(count)

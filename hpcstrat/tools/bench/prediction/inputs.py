@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from hpcstrat.checkpoint.interval import best_seconds, mean_seconds_between_losses
 from hpcstrat.tools.bench.prediction.dry_run import MemoryCopy, SimulatedJob, dry_run
 from hpcstrat.tools.bench.prediction.effective_time import LossyRun, MeasuredTimes
 from hpcstrat.tools.bench.prediction.forecast import ForecastPoint, ForecastStep
@@ -134,17 +135,19 @@ class KnownFigures:
         if self.losses is None:
             return point
         rate = self.losses * point.num_nodes / 3600
-        times = late, self._known("saves", "--save"), self._known("starts", "--restart")
-        run = LossyRun.at_best_interval(*times, 1 / rate if rate else math.inf)
-        if self.steps_per_save is not None:
-            run = replace(run, steps_per_save=self.steps_per_save)
-        found = run.effective_time(run_seconds)
+        saves = self._known("saves", "--save")
+        starts = self._known("starts", "--restart")
+        loss = 1 / rate if rate else math.inf
+        # Without losses, automatic intervals are those of rare ones.
+        best = best_seconds(saves.mean, min(loss, mean_seconds_between_losses(0, 0.0)))
+        count = self.steps_per_save or max(1, math.ceil(best / max(late.mean, 1e-9)))
+        found = LossyRun(late, saves, starts, loss, count).effective_time(run_seconds)
         return replace(
             point,
             effective_time=found.mean,
             effective_time_deviation=found.deviation,
-            losses=found.losses,
-            steps_per_save=run.steps_per_save,
+            losses=None if math.isinf(found.losses) else found.losses,
+            steps_per_save=count,
         )
 
     def measured_point(self, num_nodes: int) -> ForecastPoint:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from hpcstrat.cli.main import main
-from hpcstrat.tools.bench.survival_run import SurvivalRun, SurvivalSetup
+from hpcstrat.tools.bench.survival_run import SurvivalRun
 
 
 def command(*words: str) -> Result:
@@ -41,12 +40,11 @@ def test_a_folder_that_exists_is_refused(tmp_path: Path) -> None:
     words = ["--nodes", "a,b", "--on-node", "true", "--folder", str(tmp_path)]
     done = command(*words)
     assert done.exit_code == 1
-    assert "expected a new folder" in done.output
+    assert f"found {tmp_path}: File exists; use --folder" in done.output
 
 
 def test_a_start_that_another_loss_ends_is_left_out(tmp_path: Path) -> None:
-    setup = SurvivalSetup(("a", "b"), 1, 1, "true", "", {})
-    run = SurvivalRun(setup, tmp_path, random.Random(1))
+    run = SurvivalRun({}, tmp_path, 1)
     starts = {1: 10.0, 2: 25.0, 3: 43.0}
     (tmp_path / "job-1").mkdir()
     for number, moment in starts.items():

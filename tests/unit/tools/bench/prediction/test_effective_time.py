@@ -116,6 +116,10 @@ def test_a_run_that_never_reaches_a_save_has_no_effective_time() -> None:
     assert run.effective_time(100).mean == 0.0
     run = LossyRun(of([1.0]), of([1.0]), of([1e6]), 1.0, 1)
     assert run.effective_time(100).mean == 0.0
+    words = ["--save", "1s", "--restart", "1s", "--nodes", "1", "--losses", "1e6"]
+    done = command("--compute-ms", "0", *words)
+    assert done.exit_code == 0, done.output
+    assert "0.0000 +- 0.0000" in done.output
 
 
 @given(TIMES, st.integers(1, 5))
@@ -126,12 +130,15 @@ def test_the_slowest_of_some_is_their_maximum(values: list[float], count: int) -
     assert found.deviation == pytest.approx(every.std(), abs=1e-6)
 
 
-def test_the_best_interval_is_that_of_automatic_saves() -> None:
-    times = of([0.25]), of([0.02]), of([5.0])
-    for mean in (60.0, 86400.0):
-        run = LossyRun.at_best_interval(*times, mean)
-        wanted = best_seconds(0.02, min(mean, 6 * 3600.0)) / 0.25
-        assert run.steps_per_save == math.ceil(wanted)
+def test_the_best_interval_is_that_of_automatic_saves(tmp_path: Path) -> None:
+    words = ["--compute-ms", "250", "--save", "20ms", "--restart", "5s", "--nodes", "1"]
+    for losses in (0, 60):
+        path = tmp_path / "out.json"
+        done = command(*words, "--losses", str(losses), "--json", str(path))
+        assert done.exit_code == 0, done.output
+        [point] = json.loads(path.read_text())["points"]
+        mean = 60.0 if losses else 6 * 3600.0
+        assert point["steps_per_save"] == math.ceil(best_seconds(0.02, mean) / 0.25)
 
 
 def survival() -> dict[str, object]:
@@ -172,8 +179,8 @@ def test_the_command_needs_no_file() -> None:
     words = ["--compute-ms", "100", "--losses", "1e-3", "--nodes", "1000"]
     done = command(*words, "--save", "1s", "--restart", "5min")
     assert done.exit_code == 0, done.output
-    mean = 3600.0
-    run = LossyRun.at_best_interval(of([0.1]), of([1.0]), of([300.0]), mean)
+    count = math.ceil(best_seconds(1.0, 3600.0) / 0.1)
+    run = LossyRun(of([0.1]), of([1.0]), of([300.0]), 3600.0, count)
     assert f"{run.effective_time(86400).mean:.4f} +- " in done.output
 
 
