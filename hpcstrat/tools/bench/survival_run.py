@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import shlex
 import subprocess
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcstrat.elastic.watching import claims
+from hpcstrat.elastic.watching.child_start import FOLDERS
+from hpcstrat.elastic.watching.watch_secret import run_name, shared_secret
 from hpcstrat.tools.bench.run_file import BenchError
 
 __all__ = ["SurvivalRun"]
@@ -46,7 +49,7 @@ class SurvivalRun:
         self.losses: list[tuple[float, str]] = []
         self._watchers: dict[str, subprocess.Popen[bytes]] = {}
         self._gone: set[str] = set()
-        self._num_jobs = 0
+        self._num_jobs, self._run = 0, ""
 
     def __repr__(self) -> str:
         return f"SurvivalRun({self.steps} steps, {len(self.losses)} losses)"
@@ -100,18 +103,15 @@ class SurvivalRun:
     def _start_job(self) -> None:
         """Start watchers, and wait for the first step."""
         told, self._num_jobs = self._told, self._num_jobs + 1
-        self._job.mkdir(parents=True)
+        folder = self._job / "watch"
+        folder.mkdir(mode=0o700, parents=True)
+        self._run = run_name(shared_secret(folder))
         memory = 0 if self._queue_seconds is not None else told["snapshot_steps"]
         training = {**told, "folder": str(self._folder), "snapshot_steps": memory}
         # Without the number of the job, watchers do not end it after the run.
         words = ["env", "-u", "SLURM_JOB_ID", f"RUN_FOLDER={self._job}", *_HPCSTRAT]
-        words += [
-            "watch",
-            "--job",
-            f"{time.time()}",
-            "--nodes",
-            ",".join(told["nodes"]),
-        ]
+        names = ",".join(told["nodes"])
+        words += ["watch", "--job", str(time.time()), "--nodes", names]
         words += ["--launcher", "mpirun", "--use", str(told["use"])]
         words += ["--ranks-per-node", str(told["ranks_per_node"])]
         words += ["--most-failures", "10", "--", *_TRAINING, json.dumps(training)]
@@ -150,20 +150,21 @@ class SurvivalRun:
         """Cause a loss; before the ranks have started, that of their launcher."""
         folder = self._job / "watch"
         claim = claims.read(folder, claims.newest(folder))
-        assert claim is not None
-        node, words = self._random.choice(claim.nodes), ["chaos", "lose", kind]
+        if claim is None:
+            return
+        node = self._random.choice(claim.nodes)
         starts = [
             line
             for path in sorted(self._job.glob(f"steps-{claim.number:06}-*"))
             for line in _parsed(path)[:1]
         ]
+        words = self._chaos("node")
         if kind == "rank" and starts:
             *_, node, pid = self._random.choice(starts)
-            done = self._start(node, "kill", "-KILL", str(pid))
-        else:
-            if kind != "node":
-                node, words = claim.leader, ["chaos", "lose", "launcher"]
-            done = self._start(node, *_HPCSTRAT, *words)
+            words = ["kill", "-KILL", str(pid)]
+        elif kind != "node":
+            node, kind, words = claim.leader, "launcher", self._chaos("launcher")
+        done = self._start(node, *words)
         # The command fails if the part has ended by itself, or by an earlier loss.
         if done.wait(_LIMIT_SECONDS) == 0:
             self.losses.append((time.time(), kind))
@@ -172,13 +173,19 @@ class SurvivalRun:
     def _end_watchers(self) -> None:
         """End everything that runs on the nodes, as the end of a job does."""
         living = [node for node, one in self._watchers.items() if one.poll() is None]
-        lose = *_HPCSTRAT, "chaos", "lose", "node"
-        for end in [self._start(node, *lose) for node in living]:
+        for end in [self._start(node, *self._chaos("node")) for node in living]:
             end.wait(_LIMIT_SECONDS)
         for watcher in self._watchers.values():
             watcher.terminate()
             watcher.wait(_LIMIT_SECONDS)
+        # A node that was lost, but lives, still has the memory of its watcher.
+        remove = "sh", "-c", f"rm -rf {FOLDERS}{os.geteuid()}-{self._run}-*"
+        for end in [self._start(node, *remove) for node in self._watchers]:
+            end.wait(_LIMIT_SECONDS)
         self._watchers.clear()
+
+    def _chaos(self, part: str) -> list[str]:
+        return [*_HPCSTRAT, "chaos", "lose", "--run", self._run, part]
 
     def records(self, word: str, job: str = "job-*") -> list[list[Any]]:
         """Return the lines of rank 0 with this word, in the order of their times."""
