@@ -114,7 +114,8 @@ class SurvivalRun:
         words += ["watch", "--job", str(time.time()), "--nodes", names]
         words += ["--launcher", "mpirun", "--use", str(told["use"])]
         words += ["--ranks-per-node", str(told["ranks_per_node"])]
-        words += ["--most-failures", "10", "--", *_TRAINING, json.dumps(training)]
+        # Losses in quick succession let the run make no progress for some time.
+        words += ["--most-failures", "1000", "--", *_TRAINING, json.dumps(training)]
         for node in told["nodes"]:
             self._watchers[node] = self._start(node, *words)
         self._wait_for(lambda: self._newest_step() > 0, "a first step")
@@ -122,14 +123,20 @@ class SurvivalRun:
     def _wait_for(self, fact: Callable[[], bool], what: str) -> None:
         until = time.monotonic() + _LIMIT_SECONDS
         while not fact():
-            is_over = all(one.poll() is not None for one in self._watchers.values())
-            if is_over or time.monotonic() > until:
-                reason = "that all watchers have ended" if is_over else "none"
+            self._require_watchers()
+            if time.monotonic() > until:
                 raise BenchError(
-                    f"expected {what} within {_LIMIT_SECONDS:g} s, found {reason}; see "
-                    f"the files output-* and watch/output-* in {self._job}"
+                    f"expected {what} within {_LIMIT_SECONDS:g} s, found none; see the "
+                    f"files output-* and watch/output-* in {self._job}"
                 )
             time.sleep(0.02)
+
+    def _require_watchers(self) -> None:
+        if all(one.poll() is not None for one in self._watchers.values()):
+            raise BenchError(
+                "expected a watcher, found that all watchers have ended; see the files "
+                f"output-* and watch/output-* in {self._job}"
+            )
 
     def _newest_step(self) -> int:
         lines = self.records("step", self._job.name)
@@ -148,6 +155,7 @@ class SurvivalRun:
 
     def _lose(self, kind: str) -> None:
         """Cause a loss; before the ranks have started, that of their launcher."""
+        self._require_watchers()
         folder = self._job / "watch"
         claim = claims.read(folder, claims.newest(folder))
         if claim is None:
