@@ -34,6 +34,7 @@ from hpcstrat.checkpoint.keep.retention import (
     newest_path,
 )
 from hpcstrat.checkpoint.keep.watcher_contract import tell_watcher
+from hpcstrat.checkpoint.node_memory.memory_saver import MemorySaver
 from hpcstrat.checkpoint.node_memory.node_memory import NodeMemory
 from hpcstrat.checkpoint.objects import Objects, whole_shape
 from hpcstrat.checkpoint.outcomes import RestoreReport, SaveStatistics
@@ -147,14 +148,20 @@ class CheckpointManager:
         self.collectives = strategy.all_ranks.collectives
         # Saves and restores share the buffer, and the list of damaged files.
         retention, memory = Retention(folder.path, options), ImageMemory()
-        self._saver = Saver(strategy.all_ranks, folder, retention, memory)
+        saver = Saver(strategy.all_ranks, folder, retention, memory)
         self._node_memory: NodeMemory | None = None
+        self._memory_saver: MemorySaver | None = None
         if options.memory:
-            self._node_memory = NodeMemory(strategy.all_ranks, folder.path)
+            self._node_memory = NodeMemory(strategy.all_ranks, retention)
+            self._memory_saver = MemorySaver(
+                strategy.all_ranks, saver, self._node_memory
+            )
+        self._saver = self._memory_saver or saver
         self._due = DueSaves(options, strategy.all_ranks, self._node_memory)
         self._restorer = Restorer(
             *(strategy, folder.path, known, retention, memory),
             node_memory=self._node_memory,
+            saver=self._memory_saver,
         )
         # Error of a save in the background, to be raised by the next `wait`.
         self._pending: CheckpointError | None = None
@@ -345,9 +352,7 @@ class CheckpointManager:
             bandwidth=checked_bandwidth(self._options.max_write_bandwidth),
         )
         self._saver.save(order, header, values, compare)
-        if self._node_memory is not None:
-            self._node_memory.snapshot(header, values)
-        elif self._strategy.all_ranks.rank == 0:
+        if self._node_memory is None and self._strategy.all_ranks.rank == 0:
             tell_watcher(progress=step)
         return path, step
 
@@ -416,10 +421,10 @@ class CheckpointManager:
 
     def _snapshot(self, step: int) -> None:
         """Copy all objects to the memory of the nodes."""
-        assert self._node_memory is not None
+        assert self._memory_saver is not None
         state = read_state(self._objects, self._strategy, step, "snapshot", {})
         header, values, _ = state
-        self._node_memory.snapshot(header, values)
+        self._memory_saver.snapshot(header, values)
 
     @collective
     def restore(

@@ -14,6 +14,7 @@ from hpcstrat.elastic.memory_restore import (
     restore_whole,
 )
 from hpcstrat.elastic.snapshots import Snapshot, exchange
+from hpcstrat.elastic.watching.reports import report_progress
 from hpcstrat.engine.calls.replica_collectives import Collectives
 from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.typing import Replicas
@@ -159,7 +160,8 @@ class Memory:
 
         Logically collective over the strategy's replicas: all must call it, but mostly
         it only copies memory. It communicates for partner copies, for logical replicas,
-        or if the strategy has made no collective call since the last commit.
+        or if the strategy has made no collective call since the last commit. Watchers
+        are told of the step; see `report_progress`.
 
         Parameters
         ----------
@@ -185,6 +187,8 @@ class Memory:
                 "track(), on every call of the training function"
             )
         self._keep(int(step), as_text("commit", state))
+        if self._strategy is not None and self._strategy.rank == 0:
+            report_progress(step)
 
     def _tracked(self, what: str) -> Objects:
         if self._objects is None:

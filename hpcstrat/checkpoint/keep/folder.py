@@ -255,10 +255,13 @@ def _refusal(directory: str, record: dict[str, Any]) -> CheckpointError:
     )
 
 
-def temporary_name(name: str) -> str:
-    """Return a unique name for a temporary file, with the job, host and process ID."""
+def temporary_name(name: str, *, outlives: bool = False) -> str:
+    """Return a unique name for a temporary file, with the job, host and process ID.
+
+    The file of a save that ``outlives`` its process has no process ID.
+    """
     job = os.environ.get("SLURM_JOB_ID", "0")
-    owner = f"{platform.node()}-{_namespace()}-{os.getpid()}"
+    owner = f"{platform.node()}-{_namespace()}-{'watched' if outlives else os.getpid()}"
     return f".{name}.{job}.{owner}.{secrets.token_hex(4)}"
 
 
@@ -275,8 +278,8 @@ def _namespace() -> str:
 def remove_abandoned(directory: str) -> None:
     """Remove the temporary files of ended processes from a folder.
 
-    Call this on one rank. Files of processes on other hosts or in other containers are
-    removed after a week. The folder need not exist.
+    Call this on one rank. Files of processes on other hosts or in other containers, and
+    of saves by watchers, are removed after a week. The folder need not exist.
     """
     own = f"{platform.node()}-{_namespace()}"
     for name in os.listdir(directory) if os.path.isdir(directory) else ():
@@ -288,8 +291,8 @@ def remove_abandoned(directory: str) -> None:
         # Another job may remove the same file.
         with suppress(OSError):
             age = time.time() - os.lstat(path).st_mtime
-            stale = place != own and age > _STALE_SECONDS
-            if stale or (place == own and pid.isdecimal() and not _lives(int(pid))):
+            is_own = place == own and pid.isdecimal()
+            if not _lives(int(pid)) if is_own else age > _STALE_SECONDS:
                 os.unlink(path)
 
 

@@ -229,7 +229,7 @@ class Retention:
     """Removes from a folder the checkpoints that no rule keeps; replica 0 uses it."""
 
     def __init__(self, directory: str, rules: KeepRules) -> None:
-        self._directory = directory
+        self.directory = directory
         self._rules = rules
         # Checkpoints that `_find` has read, with the identities of their files.
         self._known: dict[str, tuple[Identity | None, Found]] = {}
@@ -301,7 +301,7 @@ class Retention:
     def _find(self) -> list[Found]:
         """Return the folder's intact checkpoints; read only new and changed files."""
         known = {}
-        for path in list_checkpoints(self._directory):
+        for path in list_checkpoints(self.directory):
             identity = identity_of(path)
             before = self._known.get(path)
             if before is not None and before[0] == identity:

@@ -6,6 +6,7 @@ claimed by a file ``gen-<N>`` in a shared folder. Without watchers nothing is se
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -14,9 +15,15 @@ from typing import Any
 
 from hpcstrat.errors import CheckpointError
 
-__all__ = ["WatcherSettings", "require_newest_generation", "tell_watcher", "watcher"]
+__all__ = [
+    "WatcherSettings",
+    "require_newest_generation",
+    "tell_watcher",
+    "watched_nodes",
+    "watcher",
+]
 
-_NAMES = ("FOLDER", "RUN", "GENERATION", "MEMORY", "SOCKET")
+_NAMES = ("FOLDER", "RUN", "GENERATION", "MEMORY", "SOCKET", "NODE", "JOB")
 # A watcher that does not answer must not delay each save.
 _SECONDS = 0.1
 
@@ -27,7 +34,8 @@ class WatcherSettings:
 
     ``folder`` is shared by all nodes and has the claims of generations. ``run`` is the
     number of the run. ``memory`` is this node's own folder in memory. ``socket`` is
-    the path of the watcher's socket.
+    the path of the watcher's socket. ``node`` is the watcher's name of this node, and
+    ``job`` that of the watchers' job.
     """
 
     folder: str = ""
@@ -35,15 +43,26 @@ class WatcherSettings:
     generation: int = 0
     memory: str = ""
     socket: str = ""
+    node: str = ""
+    job: str = ""
 
 
 def watcher() -> WatcherSettings:
     """Return the settings of this node's watcher, from the environment."""
-    folder, run, generation, memory, path = (
+    folder, run, generation, *others = (
         os.environ.get(f"HPCSTRAT_WATCH_{name}", "") for name in _NAMES
     )
     number = int(generation) if generation.isdecimal() else 0
-    return WatcherSettings(folder, run, number, memory, path)
+    return WatcherSettings(folder, run, number, *others)
+
+
+def watched_nodes() -> set[str]:
+    """Return the nodes of this generation's watchers; none if its claim is missing."""
+    found = watcher()
+    path = os.path.join(found.folder, f"gen-{found.generation}")
+    with contextlib.suppress(OSError, ValueError, KeyError), open(path, "rb") as file:
+        return set(json.load(file)["members"])
+    return set()
 
 
 def require_newest_generation(doing: str) -> None:

@@ -18,14 +18,17 @@ from hpcstrat.checkpoint.file.image import as_bytes, is_elsewhere
 from hpcstrat.checkpoint.file.schema import Header
 from hpcstrat.checkpoint.file.skeleton import packed_python, state_bytes
 from hpcstrat.checkpoint.file.skeleton_cache import SkeletonCache
+from hpcstrat.checkpoint.keep.retention import Retention
 from hpcstrat.checkpoint.keep.watcher_contract import (
     require_newest_generation,
     tell_watcher,
     watcher,
 )
 from hpcstrat.checkpoint.node_memory.held_blocks import HeldSnapshot, find_newest
+from hpcstrat.checkpoint.node_memory.save_orders import deal_blocks
 from hpcstrat.checkpoint.node_memory.slot_files import (
     NUM_SLOTS,
+    Key,
     Record,
     SlotMap,
     SnapshotFolder,
@@ -38,7 +41,7 @@ from hpcstrat.checkpoint.save.part_exchange import PartExchange
 from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.typing import Array, Replicas
 
-__all__ = ["NodeMemory"]
+__all__ = ["KeptSnapshot", "NodeMemory"]
 
 _TAG = 19
 _CREATION = "start of snapshots in node memory"
@@ -48,9 +51,20 @@ _CREATION = "start of snapshots in node memory"
 class _Agreed:
     """Message of rank 0 at the start of a snapshot; ``plan`` is None if unchanged."""
 
+    number: int
     common: bytes
     python: dict[str, bytes]
     plan: FileLayout | None
+
+
+@dataclass(frozen=True, slots=True)
+class KeptSnapshot:
+    """A complete snapshot; ``writers`` has the node that can write each block."""
+
+    key: Key
+    digest: bytes
+    writers: Array
+    nbytes: int
 
 
 def _failure(error: Exception) -> str:
@@ -63,12 +77,12 @@ class NodeMemory:
 
     Collective over ``ranks``, as are all methods. If the memory cannot be used on one
     node, rank 0 logs one warning, and all later snapshots do nothing. A snapshot has
-    the layout of a checkpoint file.
+    the layout of a checkpoint file. ``retention`` is for a save at the job's end.
     """
 
-    def __init__(self, ranks: Replicas, directory: str) -> None:
+    def __init__(self, ranks: Replicas, retention: Retention) -> None:
         self._ranks, self._skeletons = ranks, SkeletonCache()
-        self._folder = SnapshotFolder(directory)
+        self._folder = SnapshotFolder.of(retention.directory)
         self._plan: FileLayout | None = None
         self._maps: dict[int, SlotMap] = {}
         self._division: SnapshotDivision
@@ -84,17 +98,24 @@ class NodeMemory:
         keys = [record.contents()[1] for record in self._folder.records().values()]
         starts = [record.contents()[2] for record in self._folder.records().values()]
         found = ranks.collectives.all_gather_object(
-            (problem, identity, keys, starts), _CREATION
+            (problem, identity, keys, starts, watcher().node), _CREATION
         )
-        order = {identity: None for _, identity, _, _ in found}
-        self._nodes = tuple(list(order).index(identity) for _, identity, _, _ in found)
+        order = {one[1]: one[4] for one in found}
+        self._nodes = tuple(list(order).index(one[1]) for one in found)
         self._node = self._nodes[ranks.rank]
+        # Names of the nodes; empty where a node has no watcher.
+        self.node_names = tuple(order.values())
         self._leads = self._nodes.index(self._node) == ranks.rank
-        every = [key for _, _, keys, _ in found for key in keys]
+        if self._leads and not problem and watcher().node:
+            try:
+                self._folder.note_retention(retention)
+            except OSError as error:
+                self._late_problem = f"{self._folder.path} cannot be written: {error}"
+        every = [key for one in found for key in one[2]]
         newest = max((key[0] for key in every), default=0)
         self.generation = watcher().generation or newest + 1
         self._number = max((key[1] for key in every), default=0)
-        first = [start for _, _, _, starts in found for start in starts]
+        first = [start for one in found for start in one[3]]
         self.first_start = min(first, default=time.time())
         self._stop_using(next(filter(None, (one[0] for one in found)), ""))
 
@@ -108,21 +129,30 @@ class NodeMemory:
                 problem,
             )
 
-    def snapshot(self, header: Header, values: Mapping[str, Any]) -> None:
+    @property
+    def folder_name(self) -> str:
+        """Name of the folder of snapshots on each node."""
+        return os.path.basename(self._folder.path)
+
+    def snapshot(
+        self, header: Header, values: Mapping[str, Any], in_use: int | None = None
+    ) -> KeptSnapshot | None:
         """Copy the objects to node memory; ``values`` are those of `Saver.save`.
 
-        All ranks must have reached a common call since the last snapshot. Raises
-        CheckpointError if a newer generation of the run was started.
+        On rank 0, ``in_use`` is the number of a snapshot that must stay. Returns None
+        if the memory cannot be used. All ranks must have reached a common call since
+        the last snapshot. Raises CheckpointError if a newer generation of the run was
+        started.
         """
         if self.problem:
-            return
+            return None
         began = time.perf_counter()
         what = f"snapshot of step {header.step}"
-        plan, agreed = self._agree(header, what)
-        self._number += 1
+        plan, agreed = self._agree(header, what, in_use)
+        self._number = agreed.number
         slot = self._number % NUM_SLOTS
         if slot not in self._maps and not self._prepare(slot, plan, what):
-            return
+            return None
         place = self._maps[slot]
         if self._leads:
             self._folder.forget(slot)
@@ -139,23 +169,31 @@ class NodeMemory:
         problem = next(filter(None, (one[0] for one in found)), "")
         self._stop_using(problem)
         if problem:
-            return
-        self._conclude(slot, agreed, [one[2:] for one in found])
+            return None
+        kept = self._conclude(slot, agreed, [one[2:] for one in found])
         if self._leads:
             tell_watcher(progress=header.step)
+        return kept
 
-    def _agree(self, header: Header, what: str) -> tuple[FileLayout, _Agreed]:
+    def _agree(
+        self, header: Header, what: str, in_use: int | None
+    ) -> tuple[FileLayout, _Agreed]:
         """Return the layout and what rank 0 says of a snapshot."""
-        key = self.generation, self._number + 1, header.step, self._ranks.num_ranks
 
         def agree() -> _Agreed:
             require_newest_generation(f"a {what}")
+            number = self._number + 1
+            if in_use is not None and (number - in_use) % NUM_SLOTS == 0:
+                # The other slot is overwritten: the one in use is complete.
+                number += 1
+            key = self.generation, number, header.step, self._ranks.num_ranks
             header.created_unix_ns = time.time_ns()
             python = packed_python(header)
             plan = self._skeletons.skeleton(header, python).plan
             told = self._folder.run, key, self.first_start, header, plan
             same = plan is self._plan
-            return _Agreed(pickle.dumps(told, 5), python, None if same else plan)
+            common = pickle.dumps(told, 5)
+            return _Agreed(number, common, python, None if same else plan)
 
         agreed: _Agreed = on_rank_0(self._ranks, what, agree)
         if agreed.plan is not None:
@@ -257,7 +295,7 @@ class NodeMemory:
 
     def _conclude(
         self, slot: int, agreed: _Agreed, found: list[tuple[Array, Array]]
-    ) -> None:
+    ) -> KeptSnapshot:
         """Write the record on each node, with the blocks that are as they were sent."""
         division = self._division
         hashes = np.zeros(division.plan.num_blocks, np.uint64)
@@ -266,13 +304,12 @@ class NodeMemory:
         for rank, (blocks, own) in reversed([*enumerate(found)]):
             mine = np.isin(blocks, [*division.own[rank], *division.common[rank]])
             hashes[blocks[mine]] = own[mine]
-        held = np.zeros(len(hashes), bool)
+        held = np.zeros((len(self.node_names), len(hashes)), bool)
         differing: set[int] = set()
         for node, (blocks, own) in zip(self._nodes, found, strict=True):
             same = hashes[blocks] == own
             differing.update(blocks[~same].tolist())
-            if node == self._node:
-                held[blocks[same]] = True
+            held[node, blocks[same]] = True
         if differing and self._ranks.rank == 0 and not self._told_differing:
             self._told_differing = True
             plan = division.plan
@@ -283,12 +320,15 @@ class NodeMemory:
                 'Settings(divergence="full")',
                 ", ".join(sorted(paths)),
             )
+        record = Record(agreed.common, hashes, held[self._node])
         if self._leads:
             try:
-                self._folder.keep(slot, Record(agreed.common, hashes, held))
+                self._folder.keep(slot, record)
             except OSError as error:
                 # The other ranks are told at the next snapshot.
                 self._late_problem = f"{self._folder.path} cannot be written: {error}"
+        key, writers = record.contents()[1], deal_blocks(held)
+        return KeptSnapshot(key, record.digest, writers, division.plan.size)
 
     def find(self, passed_over: set[bytes]) -> HeldSnapshot | None:
         """Return the newest snapshot whose blocks are all intact on some node, or None.

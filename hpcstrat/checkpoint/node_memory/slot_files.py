@@ -31,6 +31,7 @@ from hpcstrat.checkpoint.file.extents import FileLayout
 from hpcstrat.checkpoint.file.plain_state import from_text
 from hpcstrat.checkpoint.file.reader import CheckpointFile
 from hpcstrat.checkpoint.file.schema import Header
+from hpcstrat.checkpoint.keep.retention import Retention
 from hpcstrat.checkpoint.keep.watcher_contract import watcher
 from hpcstrat.cluster_resolver import batch_job_from_environment
 from hpcstrat.engine.typing import Array
@@ -122,16 +123,30 @@ class Record:
 
 
 class SnapshotFolder:
-    """This node's folder of snapshots of the checkpoint folder ``directory``."""
+    """A node's folder of snapshots, of the run with this name."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, name: str, run: str = "") -> None:
+        self.path = os.path.join(watcher().memory or _SHARED_MEMORY, name)
+        self.run = watcher().run or run
+
+    @classmethod
+    def of(cls, directory: str) -> SnapshotFolder:
+        """Return the folder for the checkpoints in ``directory``."""
         job = batch_job_from_environment()
         words = "" if job is None else job.job_id, os.path.realpath(directory)
         name = xxhash.xxh3_64_hexdigest(os.fsencode("\0".join(words)))
-        found = watcher()
-        own = f"hpcstrat-{os.getuid()}-{name}"
-        self.path = os.path.join(found.memory or _SHARED_MEMORY, own)
-        self.run = found.run or name
+        return cls(f"hpcstrat-{os.getuid()}-{name}", name)
+
+    def note_retention(self, retention: Retention) -> None:
+        """Keep the folder and the rules of the checkpoints, for a save by watchers."""
+        with open(f"{self.path}/retention", "wb") as file:
+            pickle.dump(retention, file)
+
+    def retention(self) -> Retention:
+        """Return what `note_retention` has kept."""
+        with open(f"{self.path}/retention", "rb") as file:
+            found: Retention = pickle.load(file)
+            return found
 
     def make(self) -> tuple[str, int, int]:
         """Make the folder, and return an identity that only ranks of this node share.
@@ -230,10 +245,11 @@ class SnapshotFolder:
 class SlotMap:
     """The data file of a slot, mapped into this process."""
 
-    def __init__(self, path: str, plan: FileLayout) -> None:
+    def __init__(self, path: str, plan: FileLayout, *, reads: bool = False) -> None:
         self.plan = plan
+        access = mmap.ACCESS_READ if reads else mmap.ACCESS_WRITE
         with closing(os.open(path, os.O_RDWR | os.O_CLOEXEC)) as file:
-            self._map = mmap.mmap(file, plan.data_end)
+            self._map = mmap.mmap(file, plan.data_end, access=access)
         # Leave the pages out of child processes, which never use them.
         self._map.madvise(mmap.MADV_DONTFORK)
         self._bytes: Array = np.frombuffer(self._map, np.uint8)

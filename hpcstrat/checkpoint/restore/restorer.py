@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 from hpcstrat.checkpoint.agreement import on_rank_0
 from hpcstrat.checkpoint.file.image import ImageMemory
 from hpcstrat.checkpoint.file.reader import CheckpointFile
-from hpcstrat.checkpoint.file.schema import Header
+from hpcstrat.checkpoint.file.schema import Header, step_of
 from hpcstrat.checkpoint.keep.retention import Retention, find_restorable, warn
 from hpcstrat.checkpoint.keep.watcher_contract import watcher
 from hpcstrat.checkpoint.node_memory.held_blocks import HeldSnapshot
+from hpcstrat.checkpoint.node_memory.memory_saver import MemorySaver
 from hpcstrat.checkpoint.node_memory.node_memory import NodeMemory
 from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.checkpoint.outcomes import RestoreReport
@@ -47,13 +48,14 @@ class Restorer:
         memory: ImageMemory,
         *,
         node_memory: NodeMemory | None,
+        saver: MemorySaver | None,
     ) -> None:
         self._strategy = strategy
         self._ranks = strategy.all_ranks
         self._collectives = self._ranks.collectives
         self._objects = objects
         self._retention, self._memory = retention, memory
-        self._node_memory = node_memory
+        self._node_memory, self._saver = node_memory, saver
         self.directory = directory
         self.last: RestoreReport | None = None
         # True if the last restore left values to objects that make variables later.
@@ -108,15 +110,22 @@ class Restorer:
         if path is None and self._node_memory is not None:
             held = self._node_memory.find(damaged)
 
-        def search() -> tuple[bool, CheckpointFile | None, list[str]]:
+        def search() -> tuple[str | None, bool, CheckpointFile | None, list[str]]:
+            key = None if held is None else held.key
+            saved = None if self._saver is None else self._saver.settle(key)
             found = find_restorable(self.directory, path, passed_over, held is None)
-            return os.path.isdir(self.directory), *found
+            return saved, os.path.isdir(self.directory), *found
 
-        exists, file, passed_over = on_rank_0(
+        saved, exists, file, passed_over = on_rank_0(
             self._strategy, "search for a checkpoint", search
         )
         self._distrust(passed_over)
         self.disk_step = None if file is None else file.header.step
+        if self._saver is not None:
+            self._saver.follow(saved)
+        if saved is not None:
+            # It will soon be on the disk.
+            self.disk_step = step_of(saved)
         # Without a watcher, a missing folder shows the start of another run.
         another = not exists and not watcher().run
         if another or self._node_memory is None or _is_newer(file, held):

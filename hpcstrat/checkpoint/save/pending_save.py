@@ -75,14 +75,23 @@ class Publication:
     abandoned: list[tuple[str, Identity | None]]
     # Removes older checkpoints when this checkpoint is on the disk.
     retention: Retention
-    header: Header
-    skeleton: Skeleton
     created_unix_ns: int
+    # Set before `do`.
+    header: Header = field(init=False)
+    skeleton: Skeleton = field(init=False)
     error: BaseException | None = None
     # time.perf_counter() when the checkpoint was on the disk; 0 before.
     ended: float = 0.0
     # Reentrant, or a signal handler that calls `drop` during `do` would deadlock.
     _lock: Any = field(default_factory=threading.RLock)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process needs, without header and skeleton."""
+        left_out = "_lock", "header", "skeleton"
+        return {k: v for k, v in self.__dict__.items() if k not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock())
 
     @property
     def over(self) -> bool:

@@ -102,17 +102,7 @@ class Saver:
         ``compare`` is collective, and runs while rank 0 makes the file (asynchronous
         save), or while threads write the file (other saves).
         """
-        publications: list[Publication] = []
-        try:
-            file = self._made(
-                order,
-                partial(self._make, order, header, publications),
-                compare if order.asynchronous else lambda: None,
-            )
-        except BaseException as error:
-            for publication in publications:
-                publication.drop(error)
-            raise
+        file, publication = self.make_file(order, header, compare)
         if file.plan is not None:
             self._plan = file.plan
         assert self._plan is not None
@@ -124,7 +114,7 @@ class Saver:
             rank=self._ranks.rank,
             num_ranks=self._ranks.num_ranks,
         )
-        save.publication = publications[0] if publications else None
+        save.publication = publication
         self._start(save, header, values)
         save.blocking_seconds = time.perf_counter() - order.began
         self._blocking_seconds = save.blocking_seconds
@@ -137,6 +127,32 @@ class Saver:
             self._drop(save, error)
             raise
         self.finish()
+
+    def make_file(
+        self,
+        order: SaveOptions,
+        header: Header,
+        compare: Callable[[], None],
+        *,
+        outlives: bool = False,
+    ) -> tuple[NewFile, Publication | None]:
+        """Make the file of a save; return also its publication, on rank 0.
+
+        Collective over all ranks. See `save` for ``compare``, and `temporary_name` for
+        ``outlives``.
+        """
+        publications: list[Publication] = []
+        try:
+            file = self._made(
+                order,
+                partial(self._make, order, header, publications, outlives),
+                compare if order.asynchronous else lambda: None,
+            )
+        except BaseException as error:
+            for publication in publications:
+                publication.drop(error)
+            raise
+        return file, publications[0] if publications else None
 
     def _start(
         self, save: PendingSave, header: Header, values: Mapping[str, Array]
@@ -215,7 +231,11 @@ class Saver:
             raise
 
     def _make(
-        self, order: SaveOptions, header: Header, publications: list[Publication]
+        self,
+        order: SaveOptions,
+        header: Header,
+        publications: list[Publication],
+        outlives: bool,
     ) -> NewFile:
         """Make the file, and append its publication to ``publications``.
 
@@ -243,9 +263,8 @@ class Saver:
         python = packed_python(header)
         skeleton = self._skeletons.skeleton(header, python)
         plan = skeleton.plan
-        temporary = os.path.join(
-            self._directory, temporary_name(os.path.basename(path))
-        )
+        name = temporary_name(os.path.basename(path), outlives=outlives)
+        temporary = os.path.join(self._directory, name)
         room = room_bytes(plan, self._ranks.num_ranks) if order.asynchronous else 0
         publication = Publication(
             path=path,
@@ -254,10 +273,9 @@ class Saver:
             found=identity_of(path),
             abandoned=[(p, identity_of(p)) for p in every if order.abandons],
             retention=self._retention,
-            header=header,
-            skeleton=skeleton,
             created_unix_ns=time.time_ns(),
         )
+        publication.header, publication.skeleton = header, skeleton
         require_newest_generation(f"a save in {self._directory}")
         # Make the folder only now, so that a refused save makes no folder.
         self._folder.make()

@@ -4,7 +4,7 @@
 watcher of this node, which refuses it if its generation is over, and reports its exit
 status: that of mpirun is 0 even after the loss of a node.
 ``python -I -S child_start.py child PARENT NICE PROGRAM...`` starts a launcher, a daemon
-of mpirun or a program beside the ranks.
+of mpirun, or the process that writes snapshots.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ def _run_rank(words: list[str]) -> int:
     if "accepted" not in answer:
         refusal = answer.get("refused", "the watcher has ended")
         sys.exit(f"hpcstrat watch: {refusal}; this rank is not started")
+    os.environ["HPCSTRAT_WATCH_NODE"] = str(answer["node"])
     # Launchers send signals to the group of a rank's processes.
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
     own = os.getpid()

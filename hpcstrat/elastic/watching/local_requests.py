@@ -116,6 +116,6 @@ class LocalRequests:
         kind = check_message(message, FROM_RANK)
         answers: queue.Queue[dict[str, Any]] = queue.Queue()
         self._deliver("local", pid, message, answers.put)
-        if kind != "progress":
+        if kind in ("rank", "rank_end"):
             answer = answers.get(timeout=_ANSWER_SECONDS)
             connection.sendall(json.dumps(answer).encode() + b"\n")

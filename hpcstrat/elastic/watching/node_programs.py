@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,13 +14,28 @@ from hpcstrat.elastic.watching.event_inbox import EventInbox
 from hpcstrat.elastic.watching.old_processes import end_generations_before
 from hpcstrat.elastic.watching.run_launch import child_words
 
-__all__ = ["NodePrograms"]
+__all__ = ["NodePrograms", "give_up"]
 
 _EVER = 1 << 62
+_WRITER = (sys.executable, "-m", "hpcstrat.checkpoint.node_memory.writer_process")
+
+
+def is_begun(order: Path) -> bool:
+    """Return whether a save is under way; see `OrderFile`, which needs NumPy."""
+    states = "begun", "publishing"
+    return any(order.with_name(f"{order.name}.{one}").exists() for one in states)
+
+
+def give_up(order: Path, *states: str) -> None:
+    """Give up a save that is in one of some states; default: not yet published."""
+    for state in states or ("begun",):
+        path = order.with_name(f"{order.name}.{state}")
+        with contextlib.suppress(OSError):
+            path.rename(order.with_name(f"{order.name}.failed"))
 
 
 class NodePrograms:
-    """The launcher, the daemons of mpirun, the ranks, and the programs beside them.
+    """The launcher, the daemons of mpirun, the ranks, and the writer of snapshots.
 
     Ranks are children of their launcher; they are known because they register.
     ``environment`` is that of all programs, without the generation.
@@ -32,11 +48,13 @@ class NodePrograms:
         self._output, self._inbox = output, inbox
         self._launcher: subprocess.Popen[bytes] | None = None
         self._ranks: dict[int, int | None] = {}
-        self._beside: dict[int, subprocess.Popen[bytes]] = {}
+        self._writer: subprocess.Popen[bytes] | None = None
+        # Nodes of the orders that were given to the writer.
+        self._orders: dict[Path, list[str]] = {}
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def __repr__(self) -> str:
-        return f"NodePrograms({len(self._ranks)} ranks, {len(self._beside)} beside)"
+        return f"NodePrograms({len(self._ranks)} ranks)"
 
     @property
     def has_launcher(self) -> bool:
@@ -49,16 +67,17 @@ class NodePrograms:
         return bool(self._ranks)
 
     @property
-    def has_beside(self) -> bool:
-        """True if programs run beside the ranks."""
-        return bool(self._beside)
+    def has_writer(self) -> bool:
+        """True if the process that writes snapshots runs."""
+        return self._writer is not None
 
     def start_launcher(
         self, words: Sequence[str], environment: Mapping[str, str], number: int
     ) -> None:
         """Start the launcher of a generation; its end is an event ``launcher``."""
         with self._output.open("ab") as output:
-            self._launcher = self._start(words, environment, output.fileno())
+            child = child_words(words)
+            self._launcher = self._start(child, environment, output.fileno())
         self._inbox.watch(self._launcher.pid, "launcher", number)
 
     def launcher_status(self) -> int:
@@ -72,21 +91,70 @@ class NodePrograms:
         """Start a daemon of mpirun, whose output goes to a socket."""
         generation = {"HPCSTRAT_WATCH_GENERATION": str(number)}
         env = {**self._environment, **generation}
-        self._daemons.append(self._start(["/bin/sh", "-c", line], env, out, folder))
+        child = child_words(["/bin/sh", "-c", line])
+        self._daemons.append(self._start(child, env, out, folder))
         # A daemon is no zombie for long.
         self._daemons = [one for one in self._daemons if one.poll() is None]
 
-    def start_beside(self, argv: Sequence[str], folder: str) -> int:
-        """Start a program beside the ranks, and return its process id.
+    def save(self, order: Path, nodes: list[str]) -> None:
+        """Have the writer execute an order, which these nodes take part in."""
+        orders = self._orders.items()
+        self._orders = {one: some for one, some in orders if is_begun(one)}
+        self._orders[order] = nodes
+        self._tell_writer("save", order.name)
 
-        It has the lowest priority, outlives the ranks, and ends with the watcher.
+    def save_newest(self, number: int, nodes: Sequence[str]) -> None:
+        """Have the writer save the newest snapshot, after a generation."""
+        self._tell_writer("end", str(number), *nodes)
+
+    def _tell_writer(self, *words: str) -> None:
+        """Give the writer a task; it has the lowest priority, and outlives the ranks.
+
+        It is started when there is the first task, and ends with the watcher.
         """
-        with self._output.open("ab") as output:
-            words = child_words(argv, nice=19)
-            one = self._start(words, self._environment, output.fileno(), folder, words)
-        self._beside[one.pid] = one
-        self._inbox.watch(one.pid, "beside", one.pid)
-        return one.pid
+        if self._writer is None:
+            with self._output.open("ab") as output:
+                words_of_writer = child_words(_WRITER, nice=19)
+                self._writer = self._start(
+                    words_of_writer,
+                    self._environment,
+                    output.fileno(),
+                    stdin=subprocess.PIPE,
+                )
+            self._inbox.watch(self._writer.pid, "writer")
+        assert self._writer.stdin is not None
+        # The end of the writer is an event.
+        with contextlib.suppress(BrokenPipeError):
+            self._writer.stdin.write(f"{' '.join(words)}\n".encode())
+            self._writer.stdin.flush()
+
+    def end_writer(self, *, at_once: bool = False) -> None:
+        """End the writer when it has done its tasks, or at once."""
+        if self._writer is None:
+            return
+        assert self._writer.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._writer.stdin.close()
+        if at_once:
+            self._writer.kill()
+
+    def forget_writer(self) -> int:
+        """Return the status of the writer, which has ended; its saves are given up."""
+        assert self._writer is not None
+        self.end_writer()
+        status = self._writer.wait()
+        self._writer = None
+        own = self._environment["HPCSTRAT_WATCH_NODE"]
+        for order, nodes in self._orders.items():
+            # The first node of an order publishes the checkpoint.
+            give_up(order, "begun", *["publishing"] * (nodes[0] == own))
+        return status
+
+    def give_up_saves(self, node: str) -> None:
+        """Give up the saves to which a lost node would contribute."""
+        for order, nodes in self._orders.items():
+            if node in nodes:
+                give_up(order)
 
     def _start(
         self,
@@ -94,21 +162,17 @@ class NodePrograms:
         environment: Mapping[str, str],
         output: int,
         folder: str | None = None,
-        whole: Sequence[str] | None = None,
+        stdin: int = subprocess.DEVNULL,
     ) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            list(whole or child_words(words)),
+            list(words),
             env=dict(environment),
             cwd=folder,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=output,
             stderr=output,
             start_new_session=True,
         )
-
-    def forget_beside(self, pid: int) -> int:
-        """Return the status of a program beside the ranks that has ended."""
-        return self._beside.pop(pid).wait()
 
     def add_rank(self, pid: int, number: int) -> None:
         """Watch the process that has started a rank; its end is an event ``rank``."""
@@ -137,10 +201,6 @@ class NodePrograms:
         """End all processes of older generations, and return how many remain."""
         return end_generations_before(self._run, number)
 
-    def end_all(self, *, beside: bool) -> None:
-        """End the processes of all generations, and those beside them if asked."""
+    def end_all(self) -> None:
+        """End the processes of all generations."""
         self.end_before(_EVER)
-        if beside:
-            for one in self._beside.values():
-                with contextlib.suppress(OSError):
-                    os.killpg(one.pid, signal.SIGKILL)

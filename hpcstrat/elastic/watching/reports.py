@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
 
 from hpcstrat.elastic.watching.child_start import ask
 
-__all__ = ["report_progress", "start_beside_ranks"]
+__all__ = ["report_progress"]
 
 _PAUSE_SECONDS = 1.0
 _last_report = [-_PAUSE_SECONDS]
@@ -34,23 +33,3 @@ def report_progress(step: int) -> None:
         _last_report[0] = now
         with contextlib.suppress(OSError, ValueError):
             ask(path, {"progress": int(step)}, answered=False)
-
-
-def start_beside_ranks(argv: Sequence[str]) -> int | None:
-    """Have the watcher start a program that outlives the ranks, with a low priority.
-
-    Not collective. Returns the number of the process, or None without a watcher. Raises
-    OSError if the watcher does not start it.
-    """
-    path = os.environ.get("HPCSTRAT_WATCH_SOCKET")
-    if not path:
-        return None
-    answer = ask(path, {"start": list(argv), "folder": os.getcwd()})
-    process = answer.get("started")
-    if not isinstance(process, int):
-        raise OSError(
-            f"expected the watcher to start {argv[0]}, found "
-            f"{answer.get('refused', 'no answer')}; see its log in "
-            "HPCSTRAT_WATCH_FOLDER"
-        )
-    return process

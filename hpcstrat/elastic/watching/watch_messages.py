@@ -41,6 +41,11 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str) and len(value) <= _LONGEST_NAME
 
 
+def _is_file(value: Any) -> bool:
+    """Return whether a value is the name of a file, and no path."""
+    return _is_name(value) and bool(value.replace("-", "").isalnum())
+
+
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and "\0" not in value
 
@@ -99,6 +104,7 @@ FROM_PEER: Mapping[str, Mapping[str, _Check]] = {
     "progress": {"step": _is_number},
     "rank_came": {"number": _is_number},
     "rank_ended": {"number": _is_number, "status": _is_number},
+    "save": {"order": _is_file, "nodes": _is_names},
     "end": {"reason": _is_name},
 }
 """The messages of an authenticated watcher."""
@@ -112,7 +118,8 @@ FROM_RANK: Mapping[str, Mapping[str, _Check]] = {
     "rank": {"number": _is_number},
     "rank_end": {"number": _is_number, "status": _is_number},
     "progress": {"step": _is_number},
-    "start": {"argv": _is_words, "folder": _is_text},
+    # The snapshot of an order in the run's folder is to be written by these nodes.
+    "save": {"order": _is_file, "nodes": _is_names},
 }
 """The messages of processes of the node, as `normalized` returns them."""
 
@@ -149,9 +156,8 @@ def normalized(message: dict[str, Any]) -> dict[str, Any]:
             return message
         case {"progress": step}:
             return {"kind": "progress", "step": step}
-        case {"start": argv}:
-            folder = message.get("folder", "/")
-            return {"kind": "start", "argv": argv, "folder": folder}
+        case {"save": order, "nodes": nodes}:
+            return {"kind": "save", "order": order, "nodes": nodes}
     return message
 
 

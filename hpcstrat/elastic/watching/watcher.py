@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ from hpcstrat.elastic.watching.event_inbox import EventInbox
 from hpcstrat.elastic.watching.leader import Leader
 from hpcstrat.elastic.watching.local_requests import LocalRequests, NodeFolder
 from hpcstrat.elastic.watching.mesh import Identity, Mesh
-from hpcstrat.elastic.watching.node_programs import NodePrograms
+from hpcstrat.elastic.watching.node_programs import NodePrograms, give_up
 from hpcstrat.elastic.watching.run_launch import environment_without_step
 from hpcstrat.elastic.watching.run_state import RunState, WatchOptions
 from hpcstrat.elastic.watching.watch_secret import run_name
@@ -39,6 +40,8 @@ _COMMON_REASONS = ("complete", "no_progress", "saved", "too_few")
 _TICK_SECONDS = 0.25
 _LEAVING_SECONDS = 600.0
 _OLDER_SECONDS = 15.0
+# Limits for the last saves; Slurm ends a job 30 s after SIGTERM.
+_STOPPED_SECONDS, _SAVING_SECONDS = 25.0, 3600.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -80,7 +83,7 @@ class Watcher:
         own = {**environment_without_step(os.environ), **variables}
         self._programs = NodePrograms(
             run,
-            {**own, **node_variables(run, host)},
+            {**own, **node_variables(run, host), "HPCSTRAT_WATCH_NODE": self._node},
             options.folder / f"output-{self._node}",
             self._inbox,
         )
@@ -104,7 +107,7 @@ class Watcher:
         # The terminal, or the srun of the watchers' step, may be gone.
         signal.signal(signal.SIGHUP, lambda *_: None)
         # Processes of this run that an earlier watcher of this node has left.
-        self._programs.end_all(beside=False)
+        self._programs.end_all()
         _in_time(self._mesh.start)
         self._state.log(f"watches, with {', '.join(self._state.nodes)}")
         while not self._state.reason:
@@ -122,7 +125,7 @@ class Watcher:
             "command": self._on_command,
             "local": self._on_local,
             "rank": self._on_rank_end,
-            "beside": self._on_beside_end,
+            "writer": self._on_writer_end,
             "launcher": self._leader.take_launcher_end,
             "signal": self._on_signal,
             "log": self._state.log,
@@ -143,6 +146,7 @@ class Watcher:
     def _on_lost(self, name: str, why: str) -> None:
         self._state.present.discard(name)
         self._state.lost[name] = why
+        self._programs.give_up_saves(name)
         if self._state.reason:
             return
         words = {"closed": "has closed its connection", "silent": "is silent"}
@@ -158,6 +162,8 @@ class Watcher:
             self._join(message)
         elif kind == "progress":
             self._state.step = max(self._state.step, message["step"])
+        elif kind == "save":
+            self._save(message)
         elif kind == "end":
             if message["reason"] in _COMMON_REASONS:
                 self._state.reason = message["reason"]
@@ -205,12 +211,11 @@ class Watcher:
         elif message["kind"] == "rank_end":
             self._programs.set_status(pid, message["status"])
             answer({"accepted": message["number"]})
-        elif message["kind"] == "start":
-            argv, folder = message["argv"], message["folder"]
-            try:
-                answer({"started": self._programs.start_beside(argv, folder)})
-            except OSError as error:
-                answer({"refused": str(error)})
+        elif message["kind"] == "save":
+            order, nodes = message["order"], message["nodes"]
+            others = [name for name in nodes if name != self._node]
+            self._mesh.send(others, "save", order=order, nodes=nodes)
+            self._save(message)
         elif message["number"] != current.number or self._node not in current.nodes:
             refusal = (
                 f"expected generation {current.number} on {', '.join(current.nodes)}, "
@@ -220,7 +225,7 @@ class Watcher:
         else:
             self._programs.add_rank(pid, current.number)
             self._tell_leader("rank_came", number=current.number)
-            answer({"accepted": current.number})
+            answer({"accepted": current.number, "node": self._node})
 
     def _tell_leader(self, kind: str, **fields: int) -> None:
         if self._state.generation.leader == self._node:
@@ -233,11 +238,20 @@ class Watcher:
         if number == self._state.generation.number:
             self._tell_leader("rank_ended", number=number, status=status)
 
-    def _on_beside_end(self, pid: int) -> None:
-        if status := self._programs.forget_beside(pid):
-            self._state.log(
-                f"process {pid} beside the ranks ended with status {status}"
-            )
+    def _save(self, message: dict[str, Any]) -> None:
+        """Have this node's part of a snapshot written."""
+        order, nodes = self._state.options.folder / message["order"], message["nodes"]
+        try:
+            self._programs.save(order, nodes)
+        except OSError as error:
+            self._state.log(f"cannot start the writer of snapshots: {error}")
+            give_up(order)
+        if lost := self._state.lost.keys() & nodes:
+            self._programs.give_up_saves(lost.pop())
+
+    def _on_writer_end(self) -> None:
+        if status := self._programs.forget_writer():
+            self._state.log(f"the writer of snapshots ended with status {status}")
 
     def _on_signal(self, number: int) -> None:
         if number in (signal.SIGTERM, signal.SIGINT):
@@ -286,15 +300,36 @@ class Watcher:
         elif self._state.living()[0] == self._node:
             self._leader.lead(now)
 
+    def _end_saves(self, reason: str) -> None:
+        """Have the last saves written, in the time that is left."""
+        limit = _STOPPED_SECONDS if reason == "stopped" else _SAVING_SECONDS
+        until = time.monotonic() + limit
+        current, living = self._state.generation, self._state.living()
+        nodes = [name for name in current.nodes if name in living]
+        has_snapshots = any(self._folder.path.glob("memory/*/*.record"))
+        is_early = reason in ("no_progress", "stopped", "too_few")
+        if is_early and has_snapshots and self._node in nodes:
+            self._state.log("saves the newest snapshot in node memory to the disk")
+            with contextlib.suppress(OSError):
+                self._programs.save_newest(current.number, nodes)
+        self._programs.end_writer(at_once=reason in ("fenced", "failed"))
+        while self._programs.has_writer:
+            self._handle_events()
+            if time.monotonic() > until:
+                self._state.log(
+                    f"expected a save within {limit:.0f} s, found none; the steps "
+                    "after the newest checkpoint on the disk are lost"
+                )
+                until = float("inf")
+                self._programs.end_writer(at_once=True)
+
     def _finish(self) -> None:
         reason = self._state.reason
         is_batch_host_lost = self._state.nodes[0] in self._state.lost
         if reason in _COMMON_REASONS:
             self._mesh.send(list(self._state.present), "end", reason=reason)
-        # Programs beside the ranks write the last saves.
-        self._programs.end_all(beside=reason in ("fenced", "stopped", "failed"))
-        while self._programs.has_beside:
-            self._handle_events()
+        self._programs.end_all()
+        self._end_saves(reason)
         self._folder.remove()
         self._state.log(f"ends: {reason}")
         if reason in _COMMON_REASONS:

@@ -23,7 +23,7 @@ from hpcstrat.engine.topology.bindings import CoreMasks, crowded_ranks, own_mask
 from hpcstrat.engine.topology.mpi_settings import doubtful_settings
 from hpcstrat.engine.topology.mpi_wheels import second_library
 from hpcstrat.tools.doctor.findings import Findings, names, rank_words
-from hpcstrat.tools.doctor.node_losses import node_loss_words
+from hpcstrat.tools.doctor.node_losses import node_loss_words, stale_folders
 
 __all__ = [
     "RankFacts",
@@ -67,7 +67,8 @@ class RankFacts:
     ``/dev/shm``, or 0 if it is missing. ``threads`` is the value of
     ``OMP_NUM_THREADS``. ``versions`` must be equal on all hosts. ``huge_pages`` is
     Linux's setting for transparent huge pages: ``always``, ``madvise`` or ``never``; it
-    is empty if unknown.
+    is empty if unknown. ``stale`` has folders of snapshots that no program uses, with
+    their bytes.
     """
 
     rank: int
@@ -79,6 +80,7 @@ class RankFacts:
     gpus: tuple[tuple[str, str, int, int], ...]
     versions: tuple[tuple[str, str], ...]
     huge_pages: str = ""
+    stale: tuple[tuple[str, int], ...] = ()
 
 
 def _version(package: str) -> str:
@@ -290,6 +292,7 @@ def rank_facts(rank: int, gpus: Sequence[library.Gpu]) -> RankFacts:
         ),
         versions=tuple(row for row in software() if row[0] in told),
         huge_pages=_huge_pages(),
+        stale=stale_folders(),
     )
 
 
@@ -322,6 +325,7 @@ def compare(ranks: Sequence[RankFacts]) -> Findings:
             _compare_cores(found, host, here)
         _compare_threads(found, host, here)
     _compare_memory(found, ranks)
+    _find_stale_memory(found, ranks)
     _compare_huge_pages(found, ranks)
     return found
 
@@ -401,6 +405,24 @@ def _compare_threads(found: Findings, host: str, here: Sequence[RankFacts]) -> N
                 f"of its {len(here)} ranks may start a thread for each of "
                 f"{len(shared[0].cores)} cores; set it to {each}",
                 hosts=(host,),
+            )
+
+
+def _find_stale_memory(found: Findings, ranks: Sequence[RankFacts]) -> None:
+    """Report memory of hosts that ended programs have left in ``/dev/shm``."""
+    for host, stale in {facts.host: facts.stale for facts in ranks}.items():
+        if stale:
+            paths = " ".join(path for path, _ in stale)
+            nbytes = sum(size for _, size in stale)
+            found.remark(
+                "stale-memory",
+                f"expected no snapshots of ended programs in memory of host {host}, "
+                f"found {nbytes >> 20} MiB in {paths}; if none of your programs uses "
+                f"them, remove them there: rm -r {paths}",
+                hosts=(host,),
+                expected=0.0,
+                found=float(nbytes),
+                unit="bytes",
             )
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from hpcstrat.cluster_resolver.batch_job import batch_job_from_environment, output_of
 from hpcstrat.elastic.watching import claims
 
-__all__ = ["node_loss_words"]
+__all__ = ["node_loss_words", "stale_folders"]
 
 _ADVICE = "see jobs/survive.sbatch"
+_STALE_SECONDS = 86400.0
+_LEAST_BYTES = 1 << 20
 
 
 def node_loss_words(env: Mapping[str, str] | None = None) -> str:
@@ -63,3 +68,36 @@ def _memory_words() -> str:
     except OSError:
         return "no /dev/shm for snapshots"
     return f"{about.f_bavail * about.f_frsize >> 20} MiB free in /dev/shm for snapshots"
+
+
+def stale_folders(root: Path = Path("/dev/shm")) -> tuple[tuple[str, int], ...]:
+    """Return this user's folders of snapshots that no program uses, and their bytes.
+
+    They are those of watchers that have ended, and those without a watcher that nobody
+    has changed for a day. Folders of less than 1 MiB are left out.
+    """
+    found = []
+    for path in sorted(root.glob("hpcstrat-*")):
+        with contextlib.suppress(OSError):
+            watched = path.name.startswith(f"hpcstrat-watch-{os.getuid()}-")
+            if watched:
+                is_stale = not _is_locked(path / "lock")
+            elif path.name.startswith(f"hpcstrat-{os.getuid()}-") and path.is_dir():
+                newest = max(one.stat().st_mtime for one in (path, *path.iterdir()))
+                is_stale = time.time() - newest > _STALE_SECONDS
+            else:
+                continue
+            files = (one.stat() for one in path.rglob("*"))
+            nbytes = 512 * sum(one.st_blocks for one in files)
+            if is_stale and nbytes >= _LEAST_BYTES:
+                found.append((str(path), nbytes))
+    return tuple(found)
+
+
+def _is_locked(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

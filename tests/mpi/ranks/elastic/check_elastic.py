@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import socket
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import hpcstrat as hs
+from hpcstrat.elastic.watching import reports
 from tests.mpi.ranks.aggregations import AGGREGATIONS
 
 pytestmark = pytest.mark.calls
@@ -100,6 +104,33 @@ def test_commits_without_calls_in_between_keep_ranks_together(
     count.component[...] = -1
     assert memory.restore() == 19
     assert count.component == 19
+
+
+def test_commits_report_progress_to_the_watcher(
+    strategy: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(folder / "socket")
+    monkeypatch.setenv("HPCSTRAT_WATCH_SOCKET", path)
+    monkeypatch.setattr(reports, "_last_report", [-1.0])
+    memory = hs.elastic.Memory()
+    memory.begin(strategy, 1)
+    memory.track(**_make(strategy))
+    assert memory.restore() is None
+    with socket.socket(socket.AF_UNIX) as server:
+        if strategy.rank == 0:
+            server.bind(path)
+            server.listen()
+        # Reports are at least one second apart.
+        memory.commit(7)
+        memory.commit(8)
+        strategy.barrier()
+        if strategy.rank == 0:
+            line, _ = server.accept()
+            with line, line.makefile() as lines:
+                assert json.loads(lines.readline()) == {"progress": 7}
+            server.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                server.accept()
 
 
 def test_other_objects_are_refused_on_every_rank(strategy: Any) -> None:

@@ -118,6 +118,10 @@ def test_long_and_deep_lines_are_refused() -> None:
 
 def test_short_forms_of_a_rank_are_messages() -> None:
     assert check_message(normalized({"progress": 7}), FROM_RANK) == "progress"
-    assert check_message(normalized({"start": ["true"]}), FROM_RANK) == "start"
+    save = {"save": "save-1", "nodes": ["n1"]}
+    assert check_message(normalized(save), FROM_RANK) == "save"
+    for name in ("../secret", "a/b", ".", ""):
+        with pytest.raises(MalformedMessageError, match="valid order"):
+            check_message(normalized({**save, "save": name}), FROM_RANK)
     with pytest.raises(MalformedMessageError):
         check_message(normalized({"progress": "7"}), FROM_RANK)

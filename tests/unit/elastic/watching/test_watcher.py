@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
 
 from hpcstrat.elastic.watching.watch_command import watch
@@ -79,28 +81,67 @@ def test_a_program_that_has_saved_is_not_started_again(tmp_path: Path) -> None:
 
 
 @open_mpi
-def test_ranks_have_their_nodes_folder_and_start_programs_beside_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_ranks_have_their_nodes_folder_and_their_saves_outlive_them(
+    tmp_path: Path,
 ) -> None:
     program = (
-        "import os, stat\n"
-        "from hpcstrat.elastic.watching.reports import start_beside_ranks\n"
+        "import os, stat, numpy as np, hpcstrat as hs\n"
         "memory = os.environ['HPCSTRAT_WATCH_MEMORY']\n"
         "assert stat.S_IMODE(os.stat(memory).st_mode) == 0o700\n"
         "folder = os.path.dirname(os.environ['HPCSTRAT_WATCH_SOCKET'])\n"
         "assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700\n"
         "assert os.path.exists(os.environ['HPCSTRAT_WATCH_FOLDER'] + '/gen-1')\n"
         "assert int(os.environ['HPCSTRAT_WATCH_RUN'], 16)\n"
-        # It outlives the ranks, and the watcher waits for it.
-        "line = f'sleep 0.5; nice >late; echo $PPID {os.getppid()} >>late'\n"
-        "assert start_beside_ranks(['sh', '-c', line]) > 0"
+        "strategy = hs.MultiWorkerMirroredStrategy()\n"
+        "with strategy.scope(): weights = hs.Variable(np.arange(99.0))\n"
+        "options = hs.CheckpointOptions(memory=1)\n"
+        f"folder = {str(tmp_path / 'c')!r}\n"
+        "manager = hs.CheckpointManager(folder, options=options, w=weights)\n"
+        "manager.save(7, asynchronous=True)\n"
+        # The file is written later, and the watcher waits for it.
+        "assert not manager.checkpoints"
     )
-    monkeypatch.chdir(tmp_path)
-    status, said = result(tmp_path, program)
+    status, said = result(tmp_path, program, "--ranks-per-node", "2")
     assert status == STATUSES["complete"], said
-    nice, parents = (tmp_path / "late").read_text().splitlines()
-    assert nice == "19"
-    assert len(set(parents.split())) == 2
+    [path] = (tmp_path / "c").iterdir()
+    with h5py.File(path) as file:
+        assert file.attrs["step"] == 7
+        assert (file["variables/w"][()] == np.arange(99.0)).all()
+
+
+@open_mpi
+@pytest.mark.parametrize("end", ["no progress", "stopped"])
+def test_the_newest_snapshot_is_saved_before_the_end(tmp_path: Path, end: str) -> None:
+    program = (
+        "import pathlib, time, numpy as np, hpcstrat as hs\n"
+        "strategy = hs.MultiWorkerMirroredStrategy()\n"
+        "with strategy.scope(): weights = hs.Variable(np.arange(99.0))\n"
+        "options = hs.CheckpointOptions(memory=1, every=100)\n"
+        f"folder = {str(tmp_path / 'c')!r}\n"
+        "manager = hs.CheckpointManager(folder, options=options, w=weights)\n"
+        "for step in range(1, 6):\n"
+        "    weights.assign(np.arange(99.0) + step)\n"
+        "    manager.save_if_due(step)\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'begun').write_text('yes')\n"
+        f"time.sleep({0 if end == 'no progress' else 60})\n"
+        "raise SystemExit(3)"
+    )
+    options = "--ranks-per-node", "2", "--most-failures", "1"
+    if end == "no progress":
+        # The first start makes progress.
+        status, said = result(tmp_path, program, *options)
+        assert status == STATUSES["no_progress"], said
+    else:
+        with watched(tmp_path, program, *options) as watcher:
+            wait_for(tmp_path / "begun")
+            watcher.terminate()
+            said = watcher.communicate(timeout=SECONDS)[1]
+            assert watcher.returncode == STATUSES["stopped"], said
+    assert "saves the newest snapshot" in said
+    newest = max(path for path in (tmp_path / "c").iterdir())
+    assert newest.name == "ckpt-0000000005.h5"
+    with h5py.File(newest) as file:
+        assert (file["variables/w"][()] == np.arange(99.0) + 5).all()
 
 
 @open_mpi

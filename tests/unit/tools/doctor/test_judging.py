@@ -224,6 +224,15 @@ def test_a_small_dev_shm_is_named_by_itself_and_beside_larger_ones() -> None:
     assert [one.name for one in small.remarks] == ["small-shm"]
 
 
+def test_memory_of_ended_programs_is_named_with_its_folders() -> None:
+    stale = (("/dev/shm/hpcstrat-1-a", 3 << 20), ("/dev/shm/hpcstrat-1-b", 1 << 20))
+    ranks = [_facts(r, f"node{r // 2}", {r}, stale=stale * (r > 1)) for r in range(4)]
+    [found] = compare(ranks).remarks
+    assert (found.name, found.hosts) == ("stale-memory", ("node1",))
+    assert "4 MiB" in found.text
+    assert found.text.endswith("rm -r /dev/shm/hpcstrat-1-a /dev/shm/hpcstrat-1-b")
+
+
 def test_names_of_many_are_cut() -> None:
     assert names(["a"]) == "a"
     assert names(["a", "b", "c"]) == "a, b and c"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from hpcstrat.elastic.watching import claims
 from hpcstrat.elastic.watching.claims import Generation
-from hpcstrat.tools.doctor.node_losses import node_loss_words
+from hpcstrat.tools.doctor.node_losses import node_loss_words, stale_folders
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3"}
 
@@ -48,3 +50,25 @@ def test_spare_nodes_are_counted(tmp_path: Path, script: Path) -> None:
         words = f"is survived: {3 - number} spare node{'s' * (number == 1)}, "
         assert words in node_loss_words(watched)
     assert "MiB free in /dev/shm" in node_loss_words(watched)
+
+
+def test_memory_of_ended_programs_is_named(tmp_path: Path) -> None:
+    user = os.getuid()
+    watched, alone = tmp_path / f"hpcstrat-watch-{user}-1-2", f"hpcstrat-{user}-3"
+    others = f"hpcstrat-watch-{user + 1}-1-2", f"hpcstrat-{user + 1}-3", "hpcstrat-x"
+    for name in (watched.name, alone, *others):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").write_bytes(b"x" * (2 << 20))
+    with (watched / "lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert stale_folders(tmp_path) == ()
+    [(path, nbytes)] = stale_folders(tmp_path)
+    assert path == str(watched)
+    assert nbytes >= 2 << 20
+    old = time.time() - 2 * 86400
+    for path in (tmp_path / alone, tmp_path / alone / "lock"):
+        os.utime(path, (old, old))
+    assert [Path(path).name for path, _ in stale_folders(tmp_path)] == [
+        alone,
+        watched.name,
+    ]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,94 +11,18 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
+from hpcstrat.checkpoint.keep.retention import Retention
 from hpcstrat.checkpoint.node_memory import node_memory
 from hpcstrat.checkpoint.node_memory.node_memory import NodeMemory
 from hpcstrat.checkpoint.node_memory.slot_files import NUM_SLOTS, Record
 from hpcstrat.errors import CheckpointError, CheckpointMismatchError
+from tests.mpi.ranks.checkpoint.node_memory.pretend_nodes import Nodes, Program
 from tests.mpi.ranks.effort import seeds
-from tests.mpi.ranks.saved import Counter, fill, make_variable, warnings_of_checkpoints
+from tests.mpi.ranks.saved import warnings_of_checkpoints
 
 pytestmark = pytest.mark.files
 
 _DAMAGES = ("none", "flip", "cut", "no data", "flip record", "cut record", "no node")
-
-
-class Nodes:
-    """Pretend nodes: each rank's node has a folder of its own in the memory."""
-
-    def __init__(self, root: Path, job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.root, self.job, self._patch = root, job, monkeypatch
-        self.count = 0
-
-    def divide(self, count: int) -> None:
-        """Divide the ranks into ``count`` nodes."""
-        self.count = count
-        node = self.job.rank * count // self.job.size
-        path = self.root / f"node-{node}"
-        path.mkdir(exist_ok=True)
-        self._patch.setenv("HPCSTRAT_WATCH_MEMORY", str(path))
-
-    def files(self, node: int, slot: int) -> tuple[Path, Path]:
-        """Return the paths of data and record, which may not exist."""
-        found = [*(self.root / f"node-{node}").glob("hpcstrat-*")]
-        folder = found[0] if found else self.root / "nothing"
-        return folder / f"slot-{slot}.data", folder / f"slot-{slot}.record"
-
-
-@pytest.fixture
-def nodes(job: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
-    made = tempfile.mkdtemp(dir="/dev/shm") if job.rank == 0 else None
-    root = Path(job.bcast(made))
-    yield Nodes(root, job, monkeypatch)
-    job.Barrier()
-    if job.rank == 0:
-        shutil.rmtree(root, ignore_errors=True)
-
-
-class Program:
-    """A program whose state at each step is known."""
-
-    def __init__(self, strategy: Any, num_rows: int, num_weights: int) -> None:
-        self.strategy = strategy
-        with strategy.scope():
-            self.weights = hs.Variable(np.zeros(num_weights))
-            self.small = hs.Variable(np.zeros(3, np.float32))
-            self.rows = make_variable("none", np.zeros(num_rows))
-            self.total = make_variable("sum", np.zeros(2, np.int64))
-        self.counter = Counter()
-
-    def objects(self) -> dict[str, Any]:
-        names = "weights", "small", "rows", "total", "counter"
-        return {name: getattr(self, name) for name in names}
-
-    def go_to(self, step: int) -> None:
-        """Set the state of a step. Some values are NaN, with bits of their own."""
-        self.weights.component.view(np.uint64)[...] = weights_at(step, self.weights)
-        fill(self.small, np.float32(step) / 3)
-        fill(self.rows, rows_at(step, self.strategy.rank, self.rows))
-        fill(self.total, step * (1 + self.strategy.rank))
-        self.counter.state = {"steps": step}
-
-    def check(self, step: int, saved_by: int) -> None:
-        """Compare each byte with the state of a step of ``saved_by`` replicas."""
-        found = self.weights.component.view(np.uint64)
-        np.testing.assert_array_equal(found, weights_at(step, self.weights))
-        assert (self.small.component == np.float32(step) / 3).all()
-        row = rows_at(step, self.strategy.rank % saved_by, self.rows)
-        assert self.rows.component.tobytes() == row.tobytes()
-        total = self.strategy.reduce("sum", self.total.component, axis=None)
-        assert (total == step * saved_by * (saved_by + 1) // 2).all()
-        assert self.counter.state == {"steps": step}
-
-
-def weights_at(step: int, weights: Any) -> Any:
-    # The highest bits of some of these words are those of NaN.
-    index = np.arange(weights.component.size, dtype=np.uint64)
-    return index * np.uint64(0x9E3779B97F4A7C15) + np.uint64(step)
-
-
-def rows_at(step: int, rank: int, rows: Any) -> Any:
-    return np.arange(rows.component.size) * 0.5 + step + 1000 * rank
 
 
 def _manager(folder: Path, program: Program, **options: Any) -> hs.CheckpointManager:
@@ -542,5 +464,6 @@ def test_slots_that_are_made_later_are_restored(
 
 def test_memory_names_itself(strategy: Any, folder: Path, nodes: Nodes) -> None:
     nodes.divide(1)
-    memory = NodeMemory(strategy.all_ranks, str(folder))
+    rules = Retention(str(folder), hs.CheckpointOptions())
+    memory = NodeMemory(strategy.all_ranks, rules)
     assert "NodeMemory" in repr(memory)
