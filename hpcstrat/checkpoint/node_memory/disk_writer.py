@@ -24,6 +24,7 @@ from hpcstrat.checkpoint.file.skeleton import packed_python
 from hpcstrat.checkpoint.file.skeleton_cache import SkeletonCache
 from hpcstrat.checkpoint.keep.watcher_contract import watcher
 from hpcstrat.checkpoint.node_memory.save_orders import (
+    GivenUpError,
     OrderFile,
     SaveOrder,
 )
@@ -32,6 +33,8 @@ from hpcstrat.checkpoint.node_memory.slot_files import (
     SlotMap,
     SnapshotFolder,
 )
+from hpcstrat.checkpoint.node_memory.spare_copy import receive_copy, send_copy
+from hpcstrat.checkpoint.save.pending_save import Publication
 from hpcstrat.errors import CheckpointError
 
 __all__ = ["execute"]
@@ -44,64 +47,63 @@ _RECORD_SECONDS = 30.0
 _skeletons = SkeletonCache()
 
 
-class _GivenUpError(Exception):
-    """Raised if somebody has given up the save meanwhile."""
-
-
 def execute(file: OrderFile) -> bool:
     """Write this node's blocks of an order, and publish it on its first node.
 
     An error gives up the save, and is its cause; returns whether the save succeeded.
     """
     order, node = file.read(), watcher().node
-    if order is None or node not in order.nodes:
+    if order is None or node not in (*order.nodes, order.spare):
         return False
-    place = order.nodes.index(node)
     try:
-        record, seconds = _write_blocks(file, order, place)
-        file.note_written(place, seconds)
-        if place == 0:
-            _publish(file, order, record)
-    except _GivenUpError:
-        if place == 0:
-            order.publication.drop(CheckpointError("the save was given up"))
+        if node == order.spare:
+            receive_copy(file, order)
+        elif order.publication is None:
+            send_copy(file, order, _source(file, order))
+        else:
+            _save(file, order, order.publication, order.nodes.index(node))
+    except GivenUpError:
         return False
     except Exception as error:
         traceback.print_exc()
         file.give_up(f"{type(error).__name__} on {node}: {error}")
-        if place == 0:
-            order.publication.drop(error)
         return False
     return True
 
 
-def _require(file: OrderFile) -> None:
-    if not file.is_under_way:
-        raise _GivenUpError
+def _save(
+    file: OrderFile, order: SaveOrder, publication: Publication, place: int
+) -> None:
+    """Write the blocks of one node, and publish the checkpoint on the first node."""
+    try:
+        source, record = _source(file, order)
+        seconds = _write_blocks(file, order, publication.temporary, source, record)
+        file.note_written(place, seconds)
+        if place == 0:
+            _publish(file, order, publication, record)
+    except BaseException as error:
+        if place == 0:
+            publication.drop(error)
+        raise
 
 
 def _write_blocks(
-    file: OrderFile, order: SaveOrder, place: int
-) -> tuple[Record, dict[str, float]]:
-    """Write the blocks of one node; return the record, and the times."""
-    slot, record = _record(file, order)
-    _, _, _, _, plan = record.contents()
-    folder = SnapshotFolder(order.folder)
+    file: OrderFile, order: SaveOrder, path: str, source: SlotMap, record: Record
+) -> dict[str, float]:
+    """Write the blocks of this node to the file at ``path``, and return the times."""
+    plan = source.plan
+    place = order.nodes.index(watcher().node)
     blocks = np.flatnonzero(order.writers == place).tolist()
-    if not record.held[blocks].all():
-        raise CheckpointError(f"expected all of {len(blocks)} blocks, found some")
-    source = SlotMap(folder.data_path(slot), plan, reads=True)
     began, cpu = time.perf_counter(), time.process_time()
     delay = plan.size / order.bandwidth / max(len(blocks), 1)
-    path = order.publication.temporary
     with closing(open_to_write(path, order.direct)) as target:
 
         def write(index: int) -> tuple[float, float]:
-            _require(file)
+            file.require()
             turn = began + delay * index
-            while time.perf_counter() < turn and not file.is_urgent:
-                time.sleep(min(turn - time.perf_counter(), _NAP_SECONDS))
-                _require(file)
+            while (wait := turn - time.perf_counter()) > 0 and not file.is_urgent:
+                time.sleep(min(wait, _NAP_SECONDS))
+                file.require()
             start = time.perf_counter()
             data = source.block(blocks[index]).data
             if block_hash(data) != int(record.hashes[blocks[index]]):
@@ -120,7 +122,7 @@ def _write_blocks(
         flushing = time.perf_counter() - start
         if not order.direct:
             forget_pages(target, plan.data_start, plan.data_end)
-    return record, {
+    return {
         "hash": sum(hashing for hashing, _ in pairs),
         "write": sum(writing for _, writing in pairs),
         "flush": flushing,
@@ -128,21 +130,28 @@ def _write_blocks(
     }
 
 
-def _record(file: OrderFile, order: SaveOrder) -> tuple[int, Record]:
-    """Return the slot and record of the snapshot to save, as soon as it is there."""
+def _source(file: OrderFile, order: SaveOrder) -> tuple[SlotMap, Record]:
+    """Return data and record of the snapshot of an order, as soon as it is there."""
     folder, until = SnapshotFolder(order.folder), time.monotonic() + _RECORD_SECONDS
+    place = order.nodes.index(watcher().node)
     while time.monotonic() < until:
         for slot, record in folder.records().items():
             if record.digest == order.digest:
-                return slot, record
-        _require(file)
+                if not record.held[order.writers == place].all():
+                    raise CheckpointError(
+                        "expected all blocks of this node, found some"
+                    )
+                _, _, _, _, plan = record.contents()
+                return SlotMap(folder.data_path(slot), plan, reads=True), record
+        file.require()
         time.sleep(_NAP_SECONDS)
     raise CheckpointError("expected the snapshot in node memory, found another one")
 
 
-def _publish(file: OrderFile, order: SaveOrder, record: Record) -> None:
+def _publish(
+    file: OrderFile, order: SaveOrder, publication: Publication, record: Record
+) -> None:
     """Publish the checkpoint when all nodes have written their blocks."""
-    publication = order.publication
     _, _, _, header, plan = record.contents()
     publication.header = header
     publication.skeleton = _skeletons.skeleton(header, packed_python(header))
@@ -152,10 +161,10 @@ def _publish(file: OrderFile, order: SaveOrder, record: Record) -> None:
     publication.created_unix_ns = header.created_unix_ns
     for place in range(1, len(order.nodes)):
         while file.written(place) is None:
-            _require(file)
+            file.require()
             time.sleep(_NAP_SECONDS)
     if not file.begin_publication():
-        raise _GivenUpError
+        raise GivenUpError
     publication.do(record.hashes)
     if publication.error is not None:
         file.fail_publication(str(publication.error))

@@ -82,6 +82,10 @@ class MemorySaver:
         self._last: SaveStatistics | None = None
         # Time of the program for the last save by watchers, and of their processes.
         self._own_seconds = self._writing_seconds = 0.0
+        # On rank 0: the copy that is sent to a spare node, and all spare nodes.
+        self._copy = _WatchedSave("")
+        nodes = memory.node_names
+        self._spares = sorted(watched_nodes().difference(nodes)) if all(nodes) else []
 
     @property
     def last(self) -> SaveStatistics | None:
@@ -109,7 +113,7 @@ class MemorySaver:
             )
             kept = None
             try:
-                kept = self.snapshot(header, values)
+                kept = self._memory.snapshot(header, values, self._number_in_use())
             finally:
                 if kept is None and publication is not None:
                     publication.drop(CheckpointError("there is no snapshot"))
@@ -124,13 +128,58 @@ class MemorySaver:
         self._last = None
         self._own_seconds = self._writing_seconds = 0.0
 
-    def snapshot(
-        self, header: Header, values: Mapping[str, Any]
-    ) -> KeptSnapshot | None:
-        """Make a snapshot beside that which is being saved; see `NodeMemory`."""
-        save = self._current
-        in_use = save.number if save is not None and save.is_under_way() else None
-        return self._memory.snapshot(header, values, in_use)
+    def _number_in_use(self) -> int | None:
+        """Return the number of the snapshot that is being saved or copied."""
+        for one in (self._current, self._copy):
+            if one is not None and one.is_under_way():
+                return one.number
+        return None
+
+    def snapshot(self, header: Header, values: Mapping[str, Any]) -> None:
+        """Make a snapshot, of which a spare node gets a copy; see `NodeMemory`."""
+        kept = self._memory.snapshot(header, values, self._number_in_use())
+        if kept is not None and self._ranks.rank == 0 and self._spares:
+            self._send_copy(kept)
+
+    def _send_copy(self, kept: KeptSnapshot) -> None:
+        """Have the watchers copy a snapshot to a spare node, unless they are busy.
+
+        Called on rank 0.
+        """
+        save, before = self._current, self._copy.file
+        if (save is not None and save.is_under_way()) or self._copy.is_under_way():
+            return
+        if before is not None:
+            if not before.is_done:
+                get_logger("checkpoint").warning(
+                    "expected spare node %s to keep a copy of a snapshot, found %s",
+                    *(self._spares.pop(0), before.cause()),
+                )
+            before.remove()
+            self._copy.file = None
+        if not self._spares:
+            return
+        order = SaveOrder(
+            publication=None,
+            folder=self._memory.folder_name,
+            key=kept.key,
+            digest=kept.digest,
+            nodes=self._memory.node_names,
+            writers=kept.writers,
+            job=watcher().job,
+            spare=self._spares[0],
+        )
+        try:
+            self._copy.file = OrderFile.begin(watcher().folder, order)
+        except OSError as error:
+            get_logger("checkpoint").debug("no copy of a snapshot: %s", error)
+            return
+        self._copy.number = kept.key[1]
+        nodes = (*order.nodes, order.spare)
+        if not tell_watcher(save=self._copy.file.name, nodes=nodes):
+            # The watcher has no time: the next snapshot is copied.
+            self._copy.file.remove()
+            self._copy.file = None
 
     def _begin(
         self,
@@ -146,6 +195,11 @@ class MemorySaver:
 
         def begin() -> None:
             assert publication is not None
+            if self._copy.is_under_way():
+                assert self._copy.file is not None
+                self._copy.file.give_up()
+                self._copy.file.remove()
+                self._copy.file = None
             told = SaveOrder(
                 publication=publication,
                 folder=self._memory.folder_name,
@@ -231,11 +285,12 @@ class MemorySaver:
             order = file.read()
             if order is None:
                 continue
-            is_whole = order.job == found.job and watched_nodes().issuperset(
-                order.nodes
-            )
-            if is_whole and key is not None and order.key <= key and file.is_under_way:
-                path = order.publication.path
+            publication = order.publication
+            is_whole = publication is not None and order.job == found.job
+            is_whole = is_whole and watched_nodes().issuperset(order.nodes)
+            is_older = key is not None and order.key <= key
+            if publication and is_whole and is_older and file.is_under_way:
+                path = publication.path
                 self._current = _WatchedSave(path)
                 self._current.file, self._current.number = file, order.key[1]
                 continue

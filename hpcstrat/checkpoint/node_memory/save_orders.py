@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import json
+import math
 import os
 import pickle
 import secrets
@@ -25,10 +26,14 @@ from hpcstrat.checkpoint.node_memory.slot_files import Key
 from hpcstrat.checkpoint.save.pending_save import Publication
 from hpcstrat.engine.typing import Array
 
-__all__ = ["OrderFile", "SaveOrder", "deal_blocks", "orders_in"]
+__all__ = ["GivenUpError", "OrderFile", "SaveOrder", "deal_blocks", "orders_in"]
 
 _PREFIX = "save-"
 _UNDER_WAY = ("begun", "publishing")
+
+
+class GivenUpError(Exception):
+    """Raised if somebody has given up an order meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +42,20 @@ class SaveOrder:
 
     ``folder`` is the name of the snapshots' folder on each node. ``nodes`` are the
     watchers' names of the nodes, the publishing one first; ``writers`` has the index of
-    the node that writes each block. ``bandwidth`` is in bytes per second.
+    the node that writes each block. ``bandwidth`` is in bytes per second. Without a
+    ``publication``, the blocks are sent to the node ``spare``.
     """
 
-    publication: Publication
+    publication: Publication | None
     folder: str
     key: Key
     digest: bytes
     nodes: tuple[str, ...]
     writers: Array
     job: str
-    direct: bool
-    bandwidth: float
+    direct: bool = False
+    bandwidth: float = math.inf
+    spare: str = ""
 
 
 def deal_blocks(held: Array) -> Array:
@@ -94,6 +101,11 @@ class OrderFile:
     @property
     def is_under_way(self) -> bool:
         return any(self._is(state) for state in _UNDER_WAY)
+
+    def require(self) -> None:
+        """Raise GivenUpError unless the order is under way."""
+        if not self.is_under_way:
+            raise GivenUpError
 
     @property
     def is_done(self) -> bool:
@@ -161,6 +173,23 @@ class OrderFile:
     def is_urgent(self) -> bool:
         return self._is("hurry")
 
+    def note_address(self, host: str, port: int, token: str) -> None:
+        """Note where the process of the spare node listens."""
+        new = os.open(f"{self.path}.new", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        with open(new, "w", encoding="utf-8") as file:
+            json.dump((host, port, token), file)
+        os.rename(f"{self.path}.new", f"{self.path}.address")
+
+    def address(self) -> tuple[str, int, str] | None:
+        """Return host, port and token of the spare node's process, if it listens."""
+        with (
+            contextlib.suppress(FileNotFoundError),
+            open(f"{self.path}.address", encoding="utf-8") as file,
+        ):
+            host, port, token = json.load(file)
+            return host, port, token
+        return None
+
     def note_written(self, node: int, seconds: dict[str, float]) -> None:
         """Note that a node's blocks are on the disk, and its times."""
         with open(f"{self.path}.new-{node}", "w", encoding="utf-8") as file:
@@ -188,9 +217,10 @@ class OrderFile:
     def remove(self) -> None:
         """Remove all files of an order that has ended, and its unpublished file."""
         order = self.read()
-        if order is not None and not self.is_done:
+        publication = None if order is None else order.publication
+        if publication is not None and not self.is_done:
             with contextlib.suppress(OSError):
-                remove(order.publication.temporary)
+                remove(publication.temporary)
         for path in glob.glob(f"{glob.escape(self.path)}.*"):
             with contextlib.suppress(OSError):
                 os.unlink(path)

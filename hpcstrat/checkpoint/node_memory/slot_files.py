@@ -187,6 +187,11 @@ class SnapshotFolder:
                     found[slot] = record
         return found
 
+    def older_slot(self) -> int:
+        """Return the slot of the older snapshot, or one without any."""
+        keys = {slot: one.contents()[1] for slot, one in self.records().items()}
+        return min(range(NUM_SLOTS), key=lambda slot: keys.get(slot, ()))
+
     def _is_of_run(self, record: Record) -> bool:
         try:
             return record.contents()[0] == self.run

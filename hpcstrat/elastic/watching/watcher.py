@@ -81,9 +81,13 @@ class Watcher:
             "HPCSTRAT_WATCH_PORT": str(addresses[self._node][1]),
         }
         own = {**environment_without_step(os.environ), **variables}
+        about_node = {
+            "HPCSTRAT_WATCH_NODE": self._node,
+            "HPCSTRAT_WATCH_ADDRESS": addresses[self._node][0],
+        }
         self._programs = NodePrograms(
             run,
-            {**own, **node_variables(run, host), "HPCSTRAT_WATCH_NODE": self._node},
+            {**own, **node_variables(run, host), **about_node},
             options.folder / f"output-{self._node}",
             self._inbox,
         )

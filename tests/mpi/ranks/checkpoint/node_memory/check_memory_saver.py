@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -264,7 +265,7 @@ def test_the_newest_snapshot_is_saved_at_the_end(
     assert not _hidden(folder)
     manager.restore(manager.checkpoints[-1])
     program.check(steps[-1], job.size)
-    said = "".join(path.read_text() for path in nodes.root.glob("output-*"))
+    said = nodes.said()
     assert ("saves the snapshot of step 3" in said) == is_whole
     assert ("step 3 was lost with a node" in said) != is_whole
     assert ("the newest checkpoint" in said) != is_whole
@@ -273,3 +274,46 @@ def test_the_newest_snapshot_is_saved_at_the_end(
         if job.rank == 0:
             watchers.save_newest(2, left)
     assert len(manager.checkpoints) == len(steps)
+
+
+@pytest.mark.parametrize("num_spare", [1, 2])
+def test_a_spare_node_has_all_blocks_of_a_snapshot(
+    num_spare: int, strategy: Any, folder: Path, nodes: Nodes, job: Any
+) -> None:
+    nodes.divide(job.size)
+    program = Program(strategy, 200_000, 300_001)
+    watchers = Watchers(nodes, num_spare)
+    manager = _manager(folder, program)
+    program.go_to(1)
+    manager.save(1)
+    spare = nodes.root / f"node-{job.size + num_spare - 1}"
+    if num_spare == 2 and job.rank == 0:
+        # The first spare node cannot keep a copy.
+        (nodes.root / f"node-{job.size}").rmdir()
+    with watchers.watching():
+        step = 1
+        while not job.bcast(len([*spare.glob("*/slot-?.record")]) == 2):
+            step += 1
+            assert step < 1000, nodes.said()
+            program.go_to(step)
+            manager.save_if_due(step)
+            time.sleep(0.05)
+        program.go_to(step + 1)
+        manager.save(step + 1, asynchronous=True)
+        manager.wait()
+    # All nodes are lost but the spare one. Its copies are older than the file.
+    job.Barrier()
+    if job.rank == 0:
+        (folder / f"ckpt-{step + 1:010}.h5").unlink()
+        for node in range(job.size):
+            shutil.rmtree(nodes.root / f"node-{node}")
+        spare.rename(nodes.root / "node-0")
+    job.Barrier()
+    nodes.divide(job.size)
+    watchers.begin(2)
+    program.go_to(0)
+    later = _manager(folder, program)
+    found = later.restore()
+    assert 1 < found <= step
+    program.check(found, job.size)
+    later.complete()

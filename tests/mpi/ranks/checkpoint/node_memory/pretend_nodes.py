@@ -42,6 +42,10 @@ class Nodes:
         folder = found[0] if found else self.root / "nothing"
         return folder / f"slot-{slot}.data", folder / f"slot-{slot}.record"
 
+    def said(self) -> str:
+        """Return the output of all writers."""
+        return "".join(path.read_text() for path in self.root.glob("output-*"))
+
 
 class Program:
     """A program whose state at each step is known."""
@@ -95,11 +99,12 @@ class Watchers:
     ``kill_after`` is a time after which a random writer of each save is killed.
     """
 
-    def __init__(self, nodes: Nodes, kill_after: float | None = None) -> None:
+    def __init__(self, nodes: Nodes, num_spare: int = 0) -> None:
         self.root, self.job, self._patch = nodes.root, nodes.job, nodes._patch
         self.folder = self.root / "watch"
-        self.names = [f"n{number}" for number in range(nodes.count)]
-        self.kill_after, self._random = kill_after, random.Random(nodes.count)
+        self.names = [f"n{number}" for number in range(nodes.count + num_spare)]
+        self.kill_after: float | None = None
+        self._random = random.Random(nodes.count)
         self._is_over = threading.Event()
         self._told: list[tuple[EventInbox, NodePrograms]] = []
         node = self.job.rank * nodes.count // self.job.size
@@ -107,6 +112,7 @@ class Watchers:
             "HPCSTRAT_WATCH_FOLDER": str(self.folder),
             "HPCSTRAT_WATCH_RUN": "abc",
             "HPCSTRAT_WATCH_JOB": "test",
+            "HPCSTRAT_WATCH_ADDRESS": "127.0.0.1",
             "HPCSTRAT_WATCH_SOCKET": str(self.root / "socket"),
         }
         for name, value in self._settings.items():
@@ -114,6 +120,8 @@ class Watchers:
         self._patch.setenv("HPCSTRAT_WATCH_NODE", self.names[node])
         if self.job.rank == 0:
             self.folder.mkdir(exist_ok=True)
+            for number in range(nodes.count, len(self.names)):
+                (self.root / f"node-{number}").mkdir()
         self.begin(1)
 
     def begin(self, generation: int, lost: int = 0) -> None:
@@ -138,6 +146,8 @@ class Watchers:
             yield
             self.job.Barrier()
             return
+        self._is_over.clear()
+        self._told.clear()
         for number, name in enumerate(self.names):
             memory = {"HPCSTRAT_WATCH_MEMORY": str(self.root / f"node-{number}")}
             env = {**os.environ, **memory, "HPCSTRAT_WATCH_NODE": name}
@@ -157,6 +167,7 @@ class Watchers:
             self._is_over.set()
             thread.join()
             server.close()
+            os.unlink(self._settings["HPCSTRAT_WATCH_SOCKET"])
         self.job.Barrier()
 
     def _serve(self, server: socket.socket) -> None:
@@ -175,8 +186,8 @@ class Watchers:
 
     def _save(self, told: dict[str, Any]) -> None:
         for name, (_, programs) in zip(self.names, self._told, strict=True):
-            assert name in told["nodes"]
-            programs.save(self.folder / told["save"], told["nodes"])
+            if name in told["nodes"]:
+                programs.save(self.folder / told["save"], told["nodes"])
         if self.kill_after is not None:
             programs = self._random.choice(self._told)[1]
             threading.Timer(self.kill_after, _kill, [programs]).start()
