@@ -91,7 +91,7 @@ class SurvivorRun:
 
     def launchers(self) -> list[int]:
         """Return process ids of the launchers of ranks."""
-        names = ("mpirun", "prterun", "srun")
+        names = ("mpirun", "prterun", "srun", "mpiexec", "mpiexec.hydra")
         return [
             pid
             for pid, command in self.hosts.processes().items()
@@ -103,19 +103,20 @@ class SurvivorRun:
 
     def problems(self) -> list[str]:
         """Return everything that is wrong with what the ranks did so far."""
-        found, first, last = [], {}, {}
+        found: list[str] = []
+        steps: dict[tuple[int, int], list[float]] = {}
         for number, rank, words in self.records():
-            moment = float(words[0])
-            if words[1] == "restored":
-                if words[3] != "True":
-                    found.append(f"generation {number}, rank {rank} restored {words}")
-            else:
-                first[number] = min(moment, first.get(number, moment))
-                last[number] = max(moment, last.get(number, moment))
-        for number, moment in last.items():
-            newer = [m for other, m in first.items() if other > number]
-            if newer and moment > min(newer):
-                found.append(f"generation {number} made a step after a newer one")
+            if words[1] == "step":
+                steps.setdefault((number, rank), []).append(float(words[0]))
+            elif words[3] != "True":
+                found.append(f"generation {number}, rank {rank} restored {words}")
+        for (number, rank), moments in steps.items():
+            newer = [min(some) for key, some in steps.items() if key[0] > number]
+            # A rank that was frozen may end the step that it was making.
+            if sum(moment > min(newer, default=moment) for moment in moments) > 1:
+                found.append(
+                    f"generation {number}, rank {rank} made steps after a newer one"
+                )
         if len({c["number"] for c in self.claims()}) != len(self.claims()):
             found.append("a generation was claimed twice")
         return found

@@ -83,9 +83,9 @@ class MemorySaver:
         # Time of the program for the last save by watchers, and of their processes.
         self._own_seconds = self._writing_seconds = 0.0
         # On rank 0: the copy that is sent to a spare node, and all spare nodes.
-        self._copy = _WatchedSave("")
-        nodes = memory.node_names
-        self._spares = sorted(watched_nodes().difference(nodes)) if all(nodes) else []
+        self._copy, self._spares = _WatchedSave(""), list[str]()
+        if ranks.rank == 0 and all(memory.node_names):
+            self._spares = sorted(watched_nodes().difference(memory.node_names))
 
     @property
     def last(self) -> SaveStatistics | None:
@@ -139,7 +139,11 @@ class MemorySaver:
         """Make a snapshot, of which a spare node gets a copy; see `NodeMemory`."""
         kept = self._memory.snapshot(header, values, self._number_in_use())
         if kept is not None and self._ranks.rank == 0 and self._spares:
-            self._send_copy(kept)
+            try:
+                self._send_copy(kept)
+            except OSError as error:
+                # The other ranks know nothing of copies.
+                get_logger("checkpoint").debug("no copy of a snapshot: %s", error)
 
     def _send_copy(self, kept: KeptSnapshot) -> None:
         """Have the watchers copy a snapshot to a spare node, unless they are busy.
@@ -169,11 +173,7 @@ class MemorySaver:
             job=watcher().job,
             spare=self._spares[0],
         )
-        try:
-            self._copy.file = OrderFile.begin(watcher().folder, order)
-        except OSError as error:
-            get_logger("checkpoint").debug("no copy of a snapshot: %s", error)
-            return
+        self._copy.file = OrderFile.begin(watcher().folder, order)
         self._copy.number = kept.key[1]
         nodes = (*order.nodes, order.spare)
         if not tell_watcher(save=self._copy.file.name, nodes=nodes):
@@ -259,7 +259,7 @@ class MemorySaver:
             self._current = None
             raise
         self._current = None
-        self._writing_seconds = times["cpu"]
+        self._writing_seconds = times.get("cpu", 0.0)
         if save.statistics is None:
             return
         self._last = replace(
@@ -279,7 +279,7 @@ class MemorySaver:
         Called on rank 0. A save of this snapshot, or of an older one, is continued: its
         path is returned. A newer one is given up, because the program goes back.
         """
-        found, self._current = watcher(), None
+        found, self._current, self._copy.file = watcher(), None, None
         folder, path = self._memory.folder_name, None
         for file in orders_in(found.folder, folder) if found.folder else ():
             order = file.read()

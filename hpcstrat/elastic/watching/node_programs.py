@@ -110,7 +110,8 @@ class NodePrograms:
     def _tell_writer(self, *words: str) -> None:
         """Give the writer a task; it has the lowest priority, and outlives the ranks.
 
-        It is started when there is the first task, and ends with the watcher.
+        It is started when there is the first task, and ends with the watcher. Raises
+        OSError if it has ended.
         """
         if self._writer is None:
             with self._output.open("ab") as output:
@@ -123,10 +124,10 @@ class NodePrograms:
                 )
             self._inbox.watch(self._writer.pid, "writer")
         assert self._writer.stdin is not None
-        # The end of the writer is an event.
-        with contextlib.suppress(BrokenPipeError):
-            self._writer.stdin.write(f"{' '.join(words)}\n".encode())
-            self._writer.stdin.flush()
+        if self._writer.stdin.closed:
+            raise BrokenPipeError("the writer takes no more tasks")
+        self._writer.stdin.write(f"{' '.join(words)}\n".encode())
+        self._writer.stdin.flush()
 
     def end_writer(self, *, at_once: bool = False) -> None:
         """End the writer when it has done its tasks, or at once."""

@@ -248,7 +248,7 @@ class Watcher:
         try:
             self._programs.save(order, nodes)
         except OSError as error:
-            self._state.log(f"cannot start the writer of snapshots: {error}")
+            self._state.log(f"cannot have a snapshot written: {error}")
             give_up(order)
         if lost := self._state.lost.keys() & nodes:
             self._programs.give_up_saves(lost.pop())
