@@ -1,9 +1,10 @@
 """A training that restores from the memory of nodes, and checks each restored byte.
 
-``python rememberer.py FOLDER STEPS SECONDS KIND``: the ranks train a small model made
-with NumPy, PyTorch or JAX, wait SECONDS in each step, and keep snapshots in the memory
-of the nodes. They write a line with a hash of all state for each step. A step that is
-restored, or made again, must have the hash that it had before.
+``python rememberer.py FOLDER STEPS SECONDS KIND [SAVED_EVERY]``: the ranks train a
+small model made with NumPy, PyTorch or JAX, wait SECONDS in each step, and keep
+snapshots in the memory of the nodes. They write a line with a hash of all state for
+each step. A step that is restored, or made again, must have the hash that it had
+before.
 """
 
 from __future__ import annotations
@@ -135,7 +136,8 @@ def main() -> None:
     strategy = training.strategy
     rank, number = strategy.all_ranks.rank, int(os.environ["HPCSTRAT_WATCH_GENERATION"])
     before = digests_before(folder, rank)
-    options = hs.CheckpointOptions(memory=SNAPSHOT_EVERY, every=SAVED_EVERY)
+    every = int(sys.argv[5]) if len(sys.argv) > 5 else SAVED_EVERY
+    options = hs.CheckpointOptions(memory=SNAPSHOT_EVERY, every=every)
     manager = hs.CheckpointManager(
         folder / "checkpoints", options=options, **training.objects
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcstrat.testing import launch_command
+from tests.cluster import rememberer
 from tests.cluster.hosts import Hosts
 from tests.cluster.slurm import Slurm
 from tests.cluster.watched import SlurmRun, WatchedRun
@@ -37,6 +38,34 @@ def test_the_run_goes_on_after_the_loss_of_the_leaders_node(
         assert run.problems() == []
         run.check_result()
         assert not hosts.processes()
+    finally:
+        run.end()
+
+
+def test_a_spare_node_has_all_state_when_the_other_nodes_are_lost(
+    make_hosts: Callable[..., Hosts], tmp_path: Path
+) -> None:
+    def is_done(address: Path) -> bool:
+        return address.with_suffix(".done").exists()
+
+    hosts, folder = make_hosts(3), tmp_path / "run"
+    # After the first step, nothing is saved to the disk.
+    program = rememberer.__file__, "numpy", "1000000"
+    run = WatchedRun(hosts, folder, "--least", "1", use=2, program=program)
+    try:
+        run.wait(lambda: run.first_step_after(0))
+        # The address of the spare node is beside each copy that has been sent.
+        copies = (folder / "watch").glob
+        run.wait(lambda: [p for p in copies("save-*.address") if is_done(p)])
+        lost = time.time()
+        for node in ("node1", "node2"):
+            hosts.switch_off(node)
+        run.wait(lambda: run.first_step_after(lost))
+        newest = run.claims()[-1]
+        assert newest["nodes"] == ["node3"]
+        [source, *_] = folder.glob(f"source-{newest['number']}-*")
+        assert "/memory/hpcstrat-" in source.read_text()
+        assert run.problems() == []
     finally:
         run.end()
 

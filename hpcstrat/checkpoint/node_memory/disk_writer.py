@@ -65,6 +65,9 @@ def execute(file: OrderFile) -> bool:
     except GivenUpError:
         return False
     except Exception as error:
+        if not file.is_under_way:
+            # Another node has given it up, and closes its connections.
+            return False
         traceback.print_exc()
         file.give_up(f"{type(error).__name__} on {node}: {error}")
         return False
@@ -167,6 +170,7 @@ def _publish(
         raise GivenUpError
     publication.do(record.hashes)
     if publication.error is not None:
+        traceback.print_exception(publication.error)
         file.fail_publication(str(publication.error))
         raise publication.error
     total = (time.time_ns() - began) / 1e9
