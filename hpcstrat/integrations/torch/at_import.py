@@ -37,6 +37,11 @@ def _create(options: Any, backend_options: Any = None) -> HpcstratProcessGroup:
             f"rank {found[0]} of {found[1]}; start the program by mpirun or srun, and "
             "unset RANK and WORLD_SIZE, or use hpcstrat torch"
         )
+    if getattr(options, "enable_reconfigure", False):
+        # Not imported at the top, because torch before 2.14 has no such groups.
+        from hpcstrat.integrations.torch.changing_groups import ChangingProcessGroup
+
+        return ChangingProcessGroup(*found, options.group_id, options.timeout)
     comm = subset(ranks) if ranks and ranks != list(range(world.size)) else None
     seconds = None
     if options.timeout is not None and options.timeout != default_pg_timeout:

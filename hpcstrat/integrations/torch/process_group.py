@@ -95,11 +95,16 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     """
 
     def __init__(self, strategy: Any, group_name: str, comm: Any = None) -> None:
-        rank = strategy.replica_id
-        super().__init__(rank, strategy.num_replicas_in_sync)
+        super().__init__(strategy.replica_id, strategy.num_replicas_in_sync)
+        # FSDP2, DTensor and functional collectives find groups by their names.
+        self._name = group_name
+        self._use(strategy, comm)
+
+    def _use(self, strategy: Any, comm: Any) -> None:
+        """Let calls go to a strategy's ranks; collective over them."""
         self.strategy = strategy
         self.collectives = strategy.collectives
-        self._rank, self._size = rank, strategy.num_replicas_in_sync
+        self._rank, self._size = strategy.replica_id, strategy.num_replicas_in_sync
         self._moves = self.collectives.moves
         self._messages = Messages(self.collectives)
         self.postponed = Postponed()
@@ -113,8 +118,6 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         self._told_of_host = False
         # A communicator that was made for this group, and is freed with it.
         self._comm = comm
-        # FSDP2, DTensor and functional collectives find groups by their names.
-        self._name = group_name
 
     # Properties and methods that torch reads.
 
