@@ -67,6 +67,8 @@ class ChangingMembers:
             # from ``_base``, which shrinks to the living ranks after a loss.
             self._talk, self._base = world.Dup(), world.Dup()
         self._members = list(range(self.size))
+        # Ranks of the job that a group knows to be dead, maybe before MPI does.
+        self.dead = set[int]()
         if self.size > 1:
             expect_losses()
         for comm in (self._talk, self._base):
@@ -181,7 +183,8 @@ class ChangingMembers:
         return _AGAIN, 0
 
     def _knows_of_loss(self) -> bool:
-        return self._base.Is_revoked() or bool(lost_ranks(self._base))
+        told = not self.dead.isdisjoint(self._members)
+        return told or self._base.Is_revoked() or bool(lost_ranks(self._base))
 
     def _tell(self, ranks: Sequence[int], tag: int, word: int, more: int = 0) -> None:
         words = np.array([word, more], np.int64)

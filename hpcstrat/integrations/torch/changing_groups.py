@@ -110,6 +110,8 @@ class ChangingProcessGroup(HpcstratProcessGroup):
         for name in _SET:
             self.__dict__.pop(name, None)
         if strategy is not None:
+            ranks = strategy.topology.job_ranks
+            self._members.dead.update(ranks[r] for r in strategy.lost_ranks or ())
             strategy.abandon()
 
     shutdown = abort

@@ -154,9 +154,6 @@ def left_out(group: Any, handles: list[str], _: Any) -> None:
 
 
 if __name__ == "__main__":
-    import faulthandler
-
-    faulthandler.dump_traceback_later(60, exit=True)
     group = made()
     handles = Topology.world().allgather(group.get_reconfigure_handle())
     dying = [int(word) for word in sys.argv[2:]]
