@@ -65,7 +65,8 @@ class ChangingMembers:
             creation.meet(self._mpi, world, describe_call(what), error)
             # ``_talk`` carries messages, and is never revoked. Communicators are made
             # from ``_base``, which shrinks to the living ranks after a loss.
-            self._talk, self._base = world.Dup(), world.Dup()
+            self._talk: Any = world.Dup()
+            self._base: Any = world.Dup()
         self._members = list(range(self.size))
         # Ranks of the job that a group knows to be dead, maybe before MPI does.
         self.dead = set[int]()

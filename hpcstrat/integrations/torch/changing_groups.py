@@ -7,6 +7,7 @@ a loss, or more, if ranks that were left out come in (pytorch#186298).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,7 @@ from torch._C._distributed_c10d import ErrorType
 
 from hpcstrat.elastic.changing_members import ChangingMembers
 from hpcstrat.engine.options import CommunicationOptions
+from hpcstrat.errors import CollectiveError
 from hpcstrat.integrations.torch.process_group import HpcstratProcessGroup
 from hpcstrat.integrations.torch.works import done
 from hpcstrat.strategies import MultiWorkerMirroredStrategy
@@ -114,4 +116,10 @@ class ChangingProcessGroup(HpcstratProcessGroup):
             self._members.dead.update(ranks[r] for r in strategy.lost_ranks or ())
             strategy.abandon()
 
-    shutdown = abort
+    def shutdown(self) -> None:
+        """Leave the ranks when all have come, which may still receive messages."""
+        strategy = self.__dict__.get("strategy")
+        if strategy is not None and strategy.lost_ranks is None:
+            with contextlib.suppress(CollectiveError):
+                self.collectives.barrier("destroy_process_group")
+        self.abort()

@@ -35,13 +35,16 @@ def refuse_separate_ranks() -> None:
         group = dist.group.WORLD if dist.is_initialized() else None
         ours = group is None or isinstance(group, HpcstratProcessGroup)
         if num_calls() == calls and (ours or dist.get_world_size() == 1):
-            found = "no process group" if group is None else "one that it does not use"
+            found, option = "one that it does not use", ""
+            if group is None:
+                found = "no process group"
+                option = "--make-group if it uses a group that it does not make, or "
             raise TopologyError(
                 f"expected a process group by which the {size} ranks train together, "
                 f"found {found} in the first step of an optimizer, so that each rank "
                 "would train a copy and save into the same files; pass the program's "
-                "option that makes it distributed, or add --separate to hpcstrat torch "
-                "if each rank is to train alone"
+                f"option that makes it distributed, or add to hpcstrat torch {option}"
+                "--separate if each rank is to train alone"
             )
 
     register_optimizer_step_post_hook(check)
