@@ -17,7 +17,6 @@ from hpcstrat.checkpoint.disk import (
     flush,
     forget_pages,
     open_to_write,
-    write_all,
 )
 from hpcstrat.checkpoint.file.commit_record import block_hash
 from hpcstrat.checkpoint.file.skeleton import packed_python
@@ -35,6 +34,7 @@ from hpcstrat.checkpoint.node_memory.slot_files import (
 )
 from hpcstrat.checkpoint.node_memory.spare_copy import receive_copy, send_copy
 from hpcstrat.checkpoint.save.pending_save import Publication
+from hpcstrat.engine.file_bytes import write_all
 from hpcstrat.errors import CheckpointError
 
 __all__ = ["execute"]
