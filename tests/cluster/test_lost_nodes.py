@@ -127,7 +127,8 @@ def test_a_job_of_slurm_with_too_few_nodes_is_requeued(
         slurm.switch_off(lost)
         run.job.start_again(1)
         assert run.job.wait_to_end() == "COMPLETED", run.logs()
-        assert [claim["job"][-4] for claim in run.claims()] == ["0", "1"]
+        restarts = [claim["job"].split(".")[-2] for claim in run.claims()]
+        assert restarts == ["0", "1"]
         assert run.problems() == []
         run.check_result()
     finally:
