@@ -108,7 +108,9 @@ def test_killed_writers_leave_no_half_checkpoint(
         for step in range(1, 6):
             # The first writers take some time to start.
             limit = 1.0 if step == 1 else 0.05
-            watchers.kill_after = float(random.uniform(0, limit)) if step < 5 else None
+            watchers.kill_after = float(random.uniform(0, limit))
+            if step == 5:
+                watchers.kill_no_more()
             program.go_to(step)
             manager.save(step, asynchronous=True)
             program.go_to(0)
@@ -121,7 +123,6 @@ def test_killed_writers_leave_no_half_checkpoint(
             assert error is None or "expected the watchers to write" in str(error)
             assert not _hidden(folder)
         assert saved[-1] == 5
-        watchers.kill_after = None
         steps = [int(Path(path).stem[-10:]) for path in manager.checkpoints]
         # A writer may be killed just after it has published the file.
         assert set(steps).issuperset(saved)

@@ -105,6 +105,7 @@ class Watchers:
         self.names = [f"n{number}" for number in range(nodes.count + num_spare)]
         self.kill_after: float | None = None
         self._random = random.Random(nodes.count)
+        self._kills: list[threading.Timer] = []
         self._is_over = threading.Event()
         self._told: list[tuple[EventInbox, NodePrograms]] = []
         node = self.job.rank * nodes.count // self.job.size
@@ -131,6 +132,13 @@ class Watchers:
         if self.job.rank == 0:
             claim = {"members": self.names[: len(self.names) - lost]}
             (self.folder / f"gen-{generation}").write_text(json.dumps(claim))
+        self.job.Barrier()
+
+    def kill_no_more(self) -> None:
+        """Wait until the writers of earlier saves have been killed; collective."""
+        self.kill_after = None
+        for kill in self._kills:
+            kill.join()
         self.job.Barrier()
 
     def save_newest(self, number: int, names: list[str]) -> None:
@@ -190,7 +198,8 @@ class Watchers:
                 programs.save(self.folder / told["save"], told["nodes"])
         if self.kill_after is not None:
             programs = self._random.choice(self._told)[1]
-            threading.Timer(self.kill_after, _kill, [programs]).start()
+            self._kills.append(threading.Timer(self.kill_after, _kill, [programs]))
+            self._kills[-1].start()
 
     def _see_ends(self) -> None:
         for inbox, programs in self._told:
