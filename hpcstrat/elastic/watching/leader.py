@@ -155,7 +155,7 @@ class Leader:
         if name:
             blamed[name] = blamed.get(name, 0) + 1
         state.generation = replace(state.generation, failures=failures, blamed=blamed)
-        where = f", first on {name}" if name else ""
+        where = f", the first failed rank was on {name}" if name else ""
         state.log(
             f"generation {start.number} ended with status {status}{where}, "
             f"{failures} in a row without progress"

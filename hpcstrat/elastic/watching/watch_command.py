@@ -90,7 +90,8 @@ def _node_names(given: str | None) -> list[str]:
     if text := env.get("LSB_MCPU_HOSTS", ""):
         return text.split()[::2]
     raise WatchError(
-        "expected the nodes of a job of Slurm, PBS or LSF, found none; use --nodes"
+        "expected the nodes of a job of Slurm, PBS or LSF, found none; use "
+        "--nodes, also if this machine is the only one"
     )
 
 

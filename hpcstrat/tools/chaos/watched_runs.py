@@ -46,8 +46,9 @@ def lose(part: str, run: str | None = None) -> str:
     if run is None and len(runs) == 1:
         run = next(iter(runs))
     if run not in runs:
+        wanted = "one watched run" if run is None else f"the watched run {run}"
         raise NoSuchRankError(
-            f"expected one watched run {run or ''} of this user on this machine, found "
+            f"expected {wanted} of this user on this machine, found "
             f"{', '.join(runs) or 'none'}; start it by hpcstrat watch, or use --run"
         )
     if part == "node":

@@ -46,4 +46,4 @@ def test_a_run_loses_its_launcher_and_its_node(tmp_path: Path) -> None:
 
 def test_an_unknown_run_is_an_error() -> None:
     said = _lose("node", "--run", "0123")
-    assert said.startswith("1 Error: expected one watched run 0123 of this user")
+    assert said.startswith("1 Error: expected the watched run 0123 of this user")
