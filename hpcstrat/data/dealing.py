@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -142,7 +143,6 @@ class _DealtBatches(Iterator[Tree]):
         iteration: int,
         position: EpochPlace,
     ) -> None:
-        self._strategy = strategy
         # The decorator `collective` reads this attribute.
         self.collectives = strategy.collectives
         self._place = place
@@ -233,15 +233,11 @@ class _DealtBatches(Iterator[Tree]):
         return outcome, parts
 
     def _difference(self) -> CollectiveError:
-        """Gather descriptions of all workers' batches; return the error to raise.
-
-        Collective over all ranks of the strategy.
-        """
-        mine = None if self._pipeline is None else self._pipeline.sighting()
-        calls = self._strategy.all_ranks.collectives
-        found = calls.all_gather_object(mine, "batches compared")
+        """Gather descriptions of all workers' batches; return the error to raise."""
+        mine = [] if self._pipeline is None else self._pipeline.sightings()
+        found = self.collectives.all_gather_object(mine, "batches compared")
         where = f"batch {self._number} of iteration {self._iteration}"
-        return explain_difference(where, [one for one in found if one is not None])
+        return explain_difference(where, [*chain(*found)])
 
 
 class StreamDataset(ResumableDataset, DealtDataset):

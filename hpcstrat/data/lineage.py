@@ -60,6 +60,7 @@ class Lineage:
         self.is_hint = False
         # A split, which a strategy replaces later by the slabs of this rank.
         self._split: RowSplit | None = None
+        self._is_slabs = False
         self._parents = tuple(parents)
         self._make = make
         self._files = None if files is None else list(files)
@@ -206,8 +207,13 @@ class Lineage:
             made = self._again([first, *others])
         else:
             made = first.then(lambda stage: split.apply(stage, inside))
+            made._is_slabs = True
         made._whole = None if self._whole is None else self._whole.slabs(inside)
         return made
+
+    def has_slabs(self) -> bool:
+        """Return whether `slabs` has replaced a split."""
+        return self._is_slabs or any(parent.has_slabs() for parent in self._parents)
 
     def _again(self, parents: Sequence[Lineage]) -> Lineage:
         assert self._make is not None
@@ -216,6 +222,7 @@ class Lineage:
         made.options, made.ahead, made.seed = self.options, self.ahead, self.seed
         made.opens_files = self.opens_files
         made.is_hint, made._split = self.is_hint, self._split
+        made._is_slabs = self._is_slabs
         made._whole = self
         return made
 

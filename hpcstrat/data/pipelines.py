@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -127,8 +129,9 @@ class PipelineStep:
 class Pipeline:
     """An iteration over a worker's steps, on the rank that runs the pipeline.
 
-    Workers compare the hash of every ``every``-th batch that all of them read, and the
-    ranks of a replica that of every ``every``-th batch.
+    Workers compare the hash of every ``every``-th batch that all of them read. The
+    ranks of a replica compare theirs even if workers read different batches, but not if
+    they have slabs.
     """
 
     def __init__(
@@ -137,6 +140,11 @@ class Pipeline:
         self._steps = steps
         self._place = place
         self._every = every
+        sources = steps.source if isinstance(steps.source, list) else [steps.source]
+        self._compares_inside = place.inside.size > 1 and not any(
+            isinstance(source, Dataset) and source.lineage.has_slabs()
+            for source in sources
+        )
         # The start of the iteration; a copy, because the position will advance.
         self._begin = dataclasses.replace(position)
         self._running: Iterator[Any] | None = None
@@ -162,8 +170,10 @@ class Pipeline:
         """
         step, self._kept = self._kept, None
         if step is None:
+            inside = self._place.inside.collectives
+            compares = self._compares_inside
             try:
-                with self._place.inside.collectives.all_raise(_COMPARISON):
+                with inside.all_raise(_COMPARISON) if compares else nullcontext():
                     step = self._make(number)
             except Exception:
                 self._has_failed = True
@@ -185,7 +195,7 @@ class Pipeline:
         if (
             self._every
             and not number % self._every
-            and (shared or place.inside.size > 1)
+            and (shared or self._compares_inside)
         ):
             self._seen, self._mark = None if batch is LAST else batch, END
             if batch is not LAST:
@@ -218,7 +228,7 @@ class Pipeline:
         all.
         """
         inside = self._place.inside
-        if inside.size == 1:
+        if not self._compares_inside:
             return states
         parts = [np.empty_like(states) for _ in range(inside.size)]
         inside.collectives.moves.all_gather_into(states, parts, _COMPARISON)
@@ -290,10 +300,18 @@ class Pipeline:
             step.parts = [self._form if p is None else p for p in step.parts]
         return BATCH
 
-    def sighting(self) -> Sighting | None:
-        """Describe this worker's batch of this step; None if it was not compared."""
-        if self._mark == _UNSEEN:
-            return None
+    def sightings(self) -> list[Sighting]:
+        """Describe the batches of this step that the replica's ranks have compared.
+
+        Collective over the ranks of the replica, unless they have slabs.
+        """
+        own = [] if self._mark == _UNSEEN else [self._sighting()]
+        if self._compares_inside:
+            calls = self._place.inside.collectives
+            own = [*chain(*calls.all_gather_object(own, _COMPARISON))]
+        return own
+
+    def _sighting(self) -> Sighting:
         place, seen = self._place, self._seen
         text = "the end of its data" if seen is None else show(seen)
         name = str(place.worker_id)
