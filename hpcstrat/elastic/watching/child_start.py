@@ -18,6 +18,10 @@ import socket
 import sys
 
 FOLDERS = "/dev/shm/hpcstrat-watch-"
+MPI_FOLDERS = "mpi-"
+"""Folders of Open MPI's shared memory, one for each generation, in a node's folder."""
+
+_MPI_FOLDER = "OMPI_MCA_btl_sm_backing_directory"
 
 _PR_SET_PDEATHSIG = 1
 _SECONDS = 20.0
@@ -79,6 +83,11 @@ def _run_rank(words: list[str]) -> int:
         refusal = answer.get("refused", "the watcher has ended")
         sys.exit(f"hpcstrat watch: {refusal}; this rank is not started")
     os.environ["HPCSTRAT_WATCH_NODE"] = str(answer["node"])
+    # Killed ranks leave their shared memory behind, which the watcher removes.
+    generation = os.environ["HPCSTRAT_WATCH_GENERATION"]
+    shared = f"{node_folder(run, node)}/{MPI_FOLDERS}{generation}"
+    os.makedirs(shared, 0o700, exist_ok=True)
+    os.environ.setdefault(_MPI_FOLDER, shared)
     # Launchers send signals to the group of a rank's processes.
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
     own = os.getpid()

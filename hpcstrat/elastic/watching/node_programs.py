@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hpcstrat.elastic.watching.child_start import MPI_FOLDERS
 from hpcstrat.elastic.watching.event_inbox import EventInbox
 from hpcstrat.elastic.watching.old_processes import end_generations_before
 from hpcstrat.elastic.watching.run_launch import child_words
@@ -199,8 +201,16 @@ class NodePrograms:
                     os.killpg(group, number)
 
     def end_before(self, number: int) -> int:
-        """End all processes of older generations, and return how many remain."""
-        return end_generations_before(self._run, number)
+        """End all processes of older generations, and return how many remain.
+
+        If none remains, the shared memory that they have left is removed.
+        """
+        left = end_generations_before(self._run, number)
+        folder = Path(self._environment["HPCSTRAT_WATCH_SOCKET"]).parent
+        for path in [] if left else folder.glob(f"{MPI_FOLDERS}*"):
+            if int(path.name.removeprefix(MPI_FOLDERS)) < number:
+                shutil.rmtree(path, ignore_errors=True)
+        return left
 
     def end_all(self) -> None:
         """End the processes of all generations."""

@@ -25,7 +25,8 @@ def test_a_leader_that_is_cut_off_claims_nothing(tmp_path: Path) -> None:
     options = WatchOptions(tmp_path, tmp_path / "done", launch, use=3, least=1)
     nodes = ("a", "b", "c")
     state = RunState(options, "a", nodes, Generation(0, "", nodes, (), job=JOB))
-    programs = NodePrograms("none", {}, tmp_path / "output", EventInbox())
+    variables = {"HPCSTRAT_WATCH_SOCKET": str(tmp_path / "socket")}
+    programs = NodePrograms("none", variables, tmp_path / "output", EventInbox())
     with meeting("abc", silent_seconds=2.0) as met:
         leader = Leader(state, met.start("a"), programs, {})
         streams = {}

@@ -61,16 +61,22 @@ def test_progress_and_checkpoints_allow_further_starts(tmp_path: Path) -> None:
 
 
 @open_mpi
-def test_a_killed_rank_is_no_success(tmp_path: Path) -> None:
+def test_a_killed_rank_is_no_success_and_leaves_no_memory(tmp_path: Path) -> None:
     program = (
         "import os, signal\n"
+        "from mpi4py import MPI\n"
+        "folder = os.environ['OMPI_MCA_btl_sm_backing_directory']\n"
+        "assert os.listdir(folder), 'Open MPI has its shared memory elsewhere'\n"
         "if os.environ['HPCSTRAT_WATCH_GENERATION'] == '1':\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "beside = os.listdir(os.path.dirname(folder))\n"
+        "assert [n for n in beside if n.startswith('mpi')] == ['mpi-2'], beside\n"
     )
-    status, said = result(tmp_path, program)
+    status, said = result(tmp_path, program, "--ranks-per-node", "2")
     assert status == STATUSES["complete"], said
     assert "generation 1 ended with status 137" in said
     assert json.loads((tmp_path / "done").read_text())["generation"] == 2
+    assert not [*Path("/dev/shm").glob("hpcstrat-watch-*/mpi-*")]
 
 
 @open_mpi
