@@ -35,9 +35,9 @@ from hpcstrat.safety.start.creation import Creation
 __all__ = ["ChangingMembers"]
 
 _NAP_SECONDS = 0.001
-# How long the first rank waits for the launcher to report the ranks that are dead.
+# The first rank waits so long for the launcher to report the ranks that are dead.
 _TOLD_SECONDS = 2.0
-# What the first rank tells the others.
+# The first rank tells the others one of these.
 _READY, _GO, _SHRINK, _AGAIN, _LATE, _LOST, _DIFFERENT, _OTHERS_LIVE = range(8)
 _PROBLEMS = {
     _LATE: "rank {} did not come in time; see what it does",

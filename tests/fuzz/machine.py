@@ -77,7 +77,7 @@ class Machine:
         self.states: dict[str, PlainState] = {}
         self._manager: Any = None
         self._saves = 0
-        # Whether the program keeps snapshots in the memory of the nodes.
+        # True if the program keeps snapshots in the memory of the nodes.
         self._keeps_snapshots = False
         self._numpy = ExitStack()
 

@@ -163,16 +163,7 @@ class MemorySaver:
             self._copy.file = None
         if not self._spares:
             return
-        order = SaveOrder(
-            publication=None,
-            folder=self._memory.folder_name,
-            key=kept.key,
-            digest=kept.digest,
-            nodes=self._memory.node_names,
-            writers=kept.writers,
-            job=watcher().job,
-            spare=self._spares[0],
-        )
+        order = self._order_for(kept, spare=self._spares[0])
         self._copy.file = OrderFile.begin(watcher().folder, order)
         self._copy.number = kept.key[1]
         nodes = (*order.nodes, order.spare)
@@ -180,6 +171,25 @@ class MemorySaver:
             # The watcher has no time: the next snapshot is copied.
             self._copy.file.remove()
             self._copy.file = None
+
+    def _order_for(
+        self,
+        kept: KeptSnapshot,
+        *,
+        publication: Publication | None = None,
+        **more: Any,
+    ) -> SaveOrder:
+        """Return the order to write, or to send, a snapshot."""
+        return SaveOrder(
+            publication=publication,
+            folder=self._memory.folder_name,
+            key=kept.key,
+            digest=kept.digest,
+            nodes=self._memory.node_names,
+            writers=kept.writers,
+            job=watcher().job,
+            **more,
+        )
 
     def _begin(
         self,
@@ -200,14 +210,9 @@ class MemorySaver:
                 self._copy.file.give_up()
                 self._copy.file.remove()
                 self._copy.file = None
-            told = SaveOrder(
+            told = self._order_for(
+                kept,
                 publication=publication,
-                folder=self._memory.folder_name,
-                key=kept.key,
-                digest=kept.digest,
-                nodes=self._memory.node_names,
-                writers=kept.writers,
-                job=watcher().job,
                 direct=direct,
                 bandwidth=order.bandwidth,
             )

@@ -21,7 +21,7 @@ from hpcstrat.tools.bench.run_file import BenchError
 
 __all__ = ["SurvivalRun"]
 
-# What is lost, and the share of the losses that lose it.
+# Kinds of losses, and the share of each.
 _KINDS = {"rank": 0.55, "launcher": 0.15, "node": 0.3}
 _LIMIT_SECONDS = 120.0
 _HPCSTRAT = [sys.executable, "-m", "hpcstrat"]

@@ -141,7 +141,7 @@ def _report(runs: dict[str, SurvivalRun], told: dict[str, Any]) -> dict[str, Any
         "num_nodes": told["use"],
         "replicas_per_node": told["ranks_per_node"],
         "step_seconds": steps,
-        # What all calls of save_if_due between two snapshots take together.
+        # All calls of save_if_due between two snapshots take this time together.
         "save_seconds": _sums(saving, told["snapshot_steps"]),
         "start_seconds": [seconds for _, seconds in runs[_WATCHED].start_seconds()],
         "wrong_restores": sum(run.wrong_restores() for run in runs.values()),
