@@ -15,7 +15,7 @@ from hpcstrat.engine.options import VariableAggregation
 from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.errors import NonFiniteError
 from hpcstrat.optimizers.gradients import Gradient
-from hpcstrat.optimizers.slots import Slots
+from hpcstrat.optimizers.slots import Slots, spellings
 from hpcstrat.strategies import Strategy
 from hpcstrat.variables import Variable, share_of
 
@@ -32,7 +32,7 @@ class _Start:
     """
 
     calls: int
-    inherits: bool
+    restored: frozenset[str] | None
     pending: dict[int, Variable]
     before: dict[int, tuple[Variable, Array, Array]]
 
@@ -44,11 +44,14 @@ class Accumulation:
     replica has an equal share of the total, on any number of replicas. The checkpoint
     does not say which replica had a gradient of a variable, so the replicas exchange at
     the end of the accumulation which variables have a gradient.
+
+    ``restored`` has the names of the counts that were above 0 on this replica at the
+    restore. It is None if this accumulation was not restored.
     """
 
     def __init__(self, slots: Slots, steps: int, is_mean: bool) -> None:
         self.steps = steps
-        self.inherits = False
+        self.restored: frozenset[str] | None = None
         self._is_mean = is_mean
         self._slots = slots
         self._calls: Variable | None = None
@@ -56,8 +59,10 @@ class Accumulation:
         self._start: _Start | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        inherits = self.inherits or self.calls > 0
-        return {**self.__dict__, "inherits": inherits, "_pending": {}, "_start": None}
+        copied = {**self.__dict__, "_pending": {}, "_start": None}
+        if self.calls:
+            copied["restored"] = self._counted()
+        return copied
 
     @property
     def calls(self) -> int:
@@ -84,7 +89,7 @@ class Accumulation:
         assert self._calls is not None
         if self._start is None and strategy.raises_together:
             strategy.run_ends.append(self._end_run)
-            self._start = _Start(self.calls, self.inherits, dict(self._pending), {})
+            self._start = _Start(self.calls, self.restored, dict(self._pending), {})
         with np.errstate(all="ignore"):
             for gradient, variable in pairs:
                 self._pending[id(variable)] = variable
@@ -108,9 +113,18 @@ class Accumulation:
             total += gradient
         count += 1
 
-    def sums(self) -> list[Array]:
-        """Return this replica's sum for each variable, in the order of `add`."""
-        return [self._sum_and_count(variable)[0] for variable in self._pending.values()]
+    def shares(self) -> list[tuple[Array, bool]]:
+        """Return this replica's sum for each variable, in the order of `add`.
+
+        The flag with each sum is True if it contained a gradient at the restore."""
+        names = self.restored or ()
+        return [
+            (
+                self._sum_and_count(variable)[0],
+                any(name in names for name in spellings(f"{_COUNT}/{variable.name}")),
+            )
+            for variable in self._pending.values()
+        ]
 
     def unclaimed(self) -> dict[str, bool]:
         """Map the name of each restored sum that waits for its variable to a flag.
@@ -118,6 +132,12 @@ class Accumulation:
         The flag is True if this replica's part of the sum contains a gradient."""
         found = self._slots.waiting(_COUNT)
         return {name: bool(count.component) for name, count in found.items()}
+
+    def _counted(self) -> frozenset[str]:
+        """Return the names of the counts that are above 0 on this replica."""
+        owned = [(v.name, count) for v, count in self._slots.of_kind(_COUNT)]
+        counts = [*owned, *self._slots.waiting(_COUNT).items()]
+        return frozenset(f"{_COUNT}/{name}" for name, n in counts if n.component)
 
     def build(self, variables: Iterable[Variable]) -> None:
         """Make the sums for variables.
@@ -149,13 +169,13 @@ class Accumulation:
         if self.steps == 1:
             return
         self._pending.clear()
-        self.inherits = False
+        self.restored = None
         self._slots.clear(_SUM, _COUNT, _CALLS)
         if self._calls is not None:
             self._calls.component[...] = 0
         if self._start is not None:
             # The step is complete: an error later in this run does not undo it.
-            self._start = _Start(0, False, {}, {})
+            self._start = _Start(0, None, {}, {})
 
     def undo(self, error: Exception, strategy: Strategy) -> None:
         """Restore or clear the sums after a failed call of ``apply_gradients``.
@@ -178,7 +198,7 @@ class Accumulation:
             return
         assert self._calls is not None
         self._calls.component[...] = start.calls
-        self._pending, self.inherits = dict(start.pending), start.inherits
+        self._pending, self.restored = dict(start.pending), start.restored
         for variable, total, count in start.before.values():
             own_total, own_count = self._sum_and_count(variable)
             own_total[...], own_count[...] = total, count
@@ -204,18 +224,19 @@ class Accumulation:
         self._slots.wait(name, value, strategy, _TOTAL)
         return True
 
-    def restored(self, num_replicas: int, now: int) -> bool:
+    def continues(self, num_replicas: int, now: int) -> bool:
         """Continue sums that ``num_replicas`` replicas saved, on ``now`` replicas.
 
         Returns whether it drops restored sums, because ``accumulate_steps`` is now 1.
         """
         slots, self._start, self._pending = self._slots, None, {}
         counted = slots.waiting(_CALLS).get("", self._calls)
-        self.inherits = counted is not None and bool(counted.component)
+        is_begun = counted is not None and bool(counted.component)
+        self.restored = self._counted() if is_begun and self.steps > 1 else None
         if self.steps == 1:
             slots.drop(_SUM, _COUNT, _CALLS)
-            return self.inherits
-        if self.inherits:
+            return is_begun
+        if is_begun:
             self._pending = {id(v): v for v, _ in slots.of_kind(_SUM)}
         # For a mean, the step will divide the sums by the present number of replicas
         # instead of the number that saved them, so the sums are scaled here.

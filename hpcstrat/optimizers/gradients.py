@@ -281,39 +281,48 @@ class Filling:
         self,
         collectives: Any,
         pairs: Pairs,
-        shares: Sequence[Gradient] | None = None,
+        shares: Sequence[tuple[Array, bool]] | None = None,
         unclaimed: Mapping[str, bool] | None = None,
+        *,
+        only_restored: bool = False,
     ) -> list[tuple[Gradient | None, Variable]]:
         """Return the gradients, with zeros for gradients that only other replicas have.
 
         Collective over the strategy's replicas. ``shares``, if given, are this
-        replica's gradients to use instead of zeros. ``unclaimed`` maps the name of each
-        known variable that is not in ``pairs`` to whether this replica has a gradient
-        for it. A result is None if no replica has a gradient, and dense if any
+        replica's gradients to use instead of zeros, each with a flag: whether a restore
+        gave this replica a part of it. With ``only_restored``, gradients of which no
+        replica has restored a part are left as they are. ``unclaimed`` maps the name of
+        each known variable that is not in ``pairs`` to whether this replica has a
+        gradient for it. A result is None if no replica has a gradient, and dense if any
         replica's gradient is dense. Raises ValueError on every replica if a replica has
         a gradient for an unclaimed variable.
         """
         others = unclaimed or {}
-        # Row 0 marks dense gradients, row 1 sparse ones; both are summed over replicas.
-        kinds = np.zeros((2, len(pairs) + len(others)), np.int64)
+        # Row 0 marks dense gradients, row 1 sparse ones, row 2 those that were
+        # restored; all are summed over replicas.
+        kinds = np.zeros((3, len(pairs) + len(others)), np.int64)
         kinds[0, len(pairs) :] = list(others.values())
+        kinds[2, : len(shares or ())] = [is_restored for _, is_restored in shares or ()]
         for index, (gradient, _) in enumerate(pairs):
             if gradient is not None:
                 kinds[int(isinstance(gradient, IndexedSlices)), index] = 1
         names = ", ".join([*(variable.name for _, variable in pairs), *others])
-        dense, sparse = collectives.batch_reduce(
+        dense, sparse, restored = collectives.batch_reduce(
             ReduceOp.SUM, kinds, f"apply_gradients: which of {names} have one"
         )
         _require_claimed(others, dense[len(pairs) :])
         filled: list[tuple[Gradient | None, Variable]] = []
         for index, (gradient, variable) in enumerate(pairs):
             agreed = gradient
+            if only_restored and not restored[index]:
+                filled.append((gradient, variable))
+                continue
             if isinstance(gradient, IndexedSlices) and dense[index]:
                 # Another replica has a dense gradient of this variable.
                 agreed = gradient.to_dense()
             elif gradient is None and dense[index] + sparse[index]:
                 if shares is not None:
-                    agreed = shares[index]
+                    agreed = shares[index][0]
                 else:
                     agreed = zero_gradient(variable, not dense[index])
                     self._note(variable.name)

@@ -388,17 +388,19 @@ class Optimizer(UpdateRule, AnnouncesInitErrors):
 
     def _apply(self, strategy: Any, pairs: Pairs) -> bool:
         sums = self._accumulation
-        fills = self._fills or sums.inherits
+        is_restored = sums.restored is not None
+        if self._fills or is_restored:
+            pairs = self._filling.filled(
+                strategy.collectives,
+                pairs,
+                *((sums.shares(), sums.unclaimed()) if is_restored else ()),
+                only_restored=not self._fills,
+            )
         try:
-            if not fills:
-                require_gradients(pairs)
+            require_gradients(pairs)
         except Exception as error:
             strategy.collectives.fail("apply_gradients", error)
             raise
-        if fills:
-            shares = (sums.sums(), sums.unclaimed()) if sums.inherits else ()
-            pairs = self._filling.filled(strategy.collectives, pairs, *shares)
-            require_gradients(pairs)
         present = [(g, v) for g, v in pairs if g is not None]
         routine = Routine(strategy, present, self._label(pairs), self)
         updated = routine.step(self, [present])
@@ -538,7 +540,7 @@ class Optimizer(UpdateRule, AnnouncesInitErrors):
         """Prepare the next step after a restore; for the library's own modules."""
         if (servers := self._servers) is not None:
             servers.restored(self)
-        if self._accumulation.restored(num_replicas, now):
+        if self._accumulation.continues(num_replicas, now):
             get_logger("optimizers").warning(
                 "the checkpoint has sums of an accumulation that has not ended, but "
                 "accumulate_steps is 1: these gradients are not used"

@@ -209,6 +209,50 @@ def test_sums_that_wait_for_their_variables_are_saved_again(
         _interrupted(job, among, folder / f"{number}", plan, parts)
 
 
+@pytest.mark.parametrize("way", ["file", "memory"])
+def test_gradients_that_differ_after_a_restore_are_refused(
+    strategy: Any, job: Any, folder: Path, way: str
+) -> None:
+    # At the restore, no replica has had a gradient of the second variable; then the
+    # first replica has one, and the third variable has none on the others.
+    plan = Plan(0, steps=2, missing="error")
+    memory = hs.elastic.Memory()
+
+    def program(restores: bool) -> Program:
+        made = Program(plan, strategy)
+        if way == "memory":
+            memory.begin(strategy, 1 + restores)
+            memory.track(**made.objects)
+            assert memory.restore() == (0 if restores else None)
+        elif restores:
+            assert hs.CheckpointManager(folder, **made.objects).restore() == 0
+        return made
+
+    def apply(to: Program, *given: float | None) -> None:
+        gradients = [None if x is None else np.full(2, x) for x in given]
+        pairs = list(zip(gradients, to.variables, strict=True))
+        strategy.run(to.optimizer.apply_gradients, args=(pairs,))
+
+    first = program(False)
+    apply(first, 1.0, None, 1.0)
+    if way == "memory":
+        memory.commit(0)
+    else:
+        hs.CheckpointManager(folder, **first.objects).save(0)
+    is_first = job.rank == 0
+    error = outcome(apply, program(True), 1.0, 1.0 if is_first else None, 1.0)
+    if job.size > 1:
+        assert isinstance(error, hs.CollectiveError), repr(error)
+        assert "without gradients for v/b" in str(error)
+    else:
+        assert error is None
+    again = program(True)
+    apply(again, 1.0, None, 1.0 if is_first else None)
+    totals = [2.0 * job.size, 0.0, job.size + 1.0]
+    for variable, total in zip(again.variables, totals, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), [-total, -total])
+
+
 def _lose(
     job: Any, among: Any, plan: Plan, groups: list[tuple[int, ...]], stops: list[int]
 ) -> None:
