@@ -36,7 +36,7 @@ class _LedStart:
     reached: tuple[int, float]
     cleaned: set[str] = field(default_factory=set)
     is_started: bool = False
-    has_rank: bool = False
+    num_ranks: int = 0
     num_right: int = 0
     has_saved: bool = False
     failed_on: str = ""
@@ -82,7 +82,7 @@ class Leader:
         if kind == "cleaned":
             start.cleaned.add(name)
         elif kind == "rank_came":
-            start.has_rank = True
+            start.num_ranks += 1
         elif message["status"] == 0:
             start.num_right += 1
         elif message["status"] == _SAVED_STATUS:
@@ -111,10 +111,14 @@ class Leader:
         """Do what is to be done now."""
         start, is_over = self._start, self._state.has_lost_node()
         if self._programs.has_launcher:
-            is_late = start and not start.has_rank and now > start.until
+            wanted = self._launch.ranks
+            is_late = start and start.num_ranks < wanted and now > start.until
             if is_over or is_late:
-                if not is_over:
-                    self._state.log("the launcher has started no rank in time")
+                if start and not is_over:
+                    self._state.log(
+                        f"expected {wanted} ranks in time, found that the launcher "
+                        f"has started {start.num_ranks}"
+                    )
                 # The end of the launcher is an event.
                 self._programs.end_before(self._state.generation.number + 1)
         elif start and start.status is not None:
@@ -160,7 +164,7 @@ class Leader:
             f"generation {start.number} ended with status {status}{where}, "
             f"{failures} in a row without progress"
         )
-        if not start.has_rank and self.launcher == "srun":
+        if not start.num_ranks and self.launcher == "srun":
             state.log("srun has started no rank; mpirun is tried next")
             self._launch = replace(self._launch, launcher="mpirun", options=())
 

@@ -69,9 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--silent-seconds", type=float, default=3.0, help="a silent node is lost then")
     add("--gather-seconds", type=float, default=30.0, help="limit of the first meeting")
-    add(
-        "--start-seconds", type=float, default=120.0, help="limit of a launcher's start"
-    )
+    add("--start-seconds", type=float, default=120.0, help="limit of a start")
     add("program", nargs=argparse.REMAINDER, help="-- program and its arguments")
     return parser
 

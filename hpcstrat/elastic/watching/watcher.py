@@ -79,6 +79,7 @@ class Watcher:
             "HPCSTRAT_WATCH_RUN": run,
             "HPCSTRAT_WATCH_JOB": identity.job,
             "HPCSTRAT_WATCH_PORT": str(addresses[self._node][1]),
+            "HPCSTRAT_WATCH_START_SECONDS": str(options.start_seconds),
         }
         own = {**environment_without_step(os.environ), **variables}
         about_node = {

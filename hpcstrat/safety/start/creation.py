@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -63,6 +64,18 @@ _MAIN_SECONDS = 20.0
 _turns: dict[str, int] = {}
 
 
+def _start_seconds() -> float:
+    """Return the limit that ``hpcstrat watch`` sets for the start of its program.
+
+    The watchers start a program again that ends at this limit. It is for the first
+    strategy, as ranks may come to others much later than other ranks.
+    """
+    try:
+        return float(os.environ.get("HPCSTRAT_WATCH_START_SECONDS", ""))
+    except ValueError:
+        return math.inf
+
+
 class Creation:
     """Context manager that watches over the start of MPI and a strategy's creation."""
 
@@ -75,7 +88,8 @@ class Creation:
         assert settings.warn_seconds is not None
         assert settings.limit_seconds is not None
         self._warn = settings.warn_seconds
-        self._limit = max(settings.limit_seconds, _LEAST_LIMIT_SECONDS)
+        limit = min(settings.limit_seconds, math.inf if _turns else _start_seconds())
+        self._limit = max(limit, _LEAST_LIMIT_SECONDS)
         self._watches = settings.watchdog
         self._what, self._site = what, call_site()
         self._board = own_registry()

@@ -80,6 +80,34 @@ def test_a_killed_rank_is_no_success_and_leaves_no_memory(tmp_path: Path) -> Non
 
 
 @open_mpi
+def test_a_start_in_which_a_rank_does_not_come_is_repeated(tmp_path: Path) -> None:
+    program = (
+        "import os, time, hpcstrat as hs\n"
+        "is_first = os.environ['HPCSTRAT_WATCH_GENERATION'] == '1'\n"
+        "if is_first and os.environ['OMPI_COMM_WORLD_RANK'] == '1': time.sleep(60)\n"
+        "hs.MultiWorkerMirroredStrategy()\n"
+    )
+    options = "--ranks-per-node", "2", "--start-seconds", "10"
+    status, said = result(tmp_path, program, *options)
+    assert status == STATUSES["complete"], said
+    assert json.loads((tmp_path / "done").read_text())["generation"] == 2
+    [output] = (tmp_path / "watch").glob("output-*")
+    assert "s in creation of Multi" in output.read_text()
+
+
+@open_mpi
+def test_a_launcher_that_does_not_start_all_ranks_is_ended(tmp_path: Path) -> None:
+    # A shell starts the rank, or waits in its place.
+    script = 'test $OMPI_COMM_WORLD_RANK = 0 || sleep 60; exec "$@"'
+    options = "--ranks-per-node", "2", "--start-seconds", "2", "--most-failures", "1"
+    shell = f"--launch-options=sh -c '{script}' -"
+    program = "import time; time.sleep(60)"
+    status, said = result(tmp_path, program, *options, shell)
+    assert status == STATUSES["no_progress"], said
+    assert "expected 2 ranks in time, found that the launcher has started 1" in said
+
+
+@open_mpi
 def test_a_program_that_has_saved_is_not_started_again(tmp_path: Path) -> None:
     status, said = result(tmp_path, "raise SystemExit(42)")
     assert status == STATUSES["saved"], said
