@@ -1,10 +1,11 @@
-"""``hpcstrat bench survive`` on pretend hosts."""
+"""``hpcstrat bench survive`` on pretend hosts, and in a job of Slurm."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from hpcstrat.testing import launch_command
 from hpcstrat.tools.bench.prediction.inputs import read_given
 from tests.cluster.hosts import Hosts
+from tests.cluster.slurm import Slurm
 
 pytestmark = pytest.mark.skipif(
     "--oversubscribe" not in launch_command(1),
@@ -49,3 +51,19 @@ def test_the_effective_time_is_measured(hosts: Hosts, tmp_path: Path) -> None:
     assert known.steps.median >= 0.01
     assert known.num_nodes == 2
     assert "with watchers" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_effective_time_is_measured_in_a_job_of_slurm(
+    make_slurm: Callable[[int], Slurm], tmp_path: Path
+) -> None:
+    path, folder = tmp_path / "survive.json", tmp_path / "survive"
+    make_slurm(4).shell(
+        "salloc --nodes=4 --ntasks-per-node=1 --no-kill hpcstrat bench survive --use 2 "
+        "--losses 3 --every 2 --calm-seconds 4 --step-ms 10 --state-mib 1 "
+        f"--folder {folder} --json {path}"
+    )
+    found = json.loads(path.read_text())
+    assert [run["losses"] for run in found["runs"]] == [0, 3]
+    assert found["wrong_restores"] == 0
+    assert all(run["steps"] > 0 for run in found["runs"])
