@@ -169,7 +169,7 @@ class Episode:
         (self.run.watch_folder.parent / "done").touch()
         self.kill(*self.run.ranks())
         with contextlib.suppress(AssertionError):
-            self.run.wait(lambda: not self.left(), 30)
+            self.run.wait(lambda: not self.left(), 90)
         left = self.left()
         return [*problems, *(f"left: {pid} {words}" for pid, words in left.items())]
 

@@ -10,6 +10,7 @@ before.
 from __future__ import annotations
 
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -80,6 +81,9 @@ class Training:
 
         import hpcstrat.integrations.torch as hst
 
+        # The saved state has all generators: a start without a restore must repeat it.
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
         torch.manual_seed(0)
         torch.set_num_threads(1)
         self.net = torch.nn.Linear(LENGTH // 16, 4)
