@@ -29,9 +29,6 @@ from tests.cluster.slurm import Slurm
 from tests.cluster.watched import SlurmRun, WatchedRun
 
 NUM_HOSTS = 6
-# Limits of the time to the next step. Slurm's PMIx sometimes loses an exchange of a
-# start on a busy machine; the watchers repeat such a start after two minutes.
-SECONDS, SLURM_SECONDS = 60, 200
 # Losses that take a node away, and how many nodes they take.
 TAKEN = {
     "node": 1,
@@ -213,8 +210,7 @@ def main() -> None:
                 again = episode.run.wait(
                     lambda e=episode, m=moment, k=kind: (
                         m if k == "spare node" else e.run.first_step_after(m)
-                    ),
-                    SLURM_SECONDS if told.slurm else SECONDS,
+                    )
                 )
                 seconds[kind].append(again - moment)
                 done += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -111,6 +113,25 @@ def test_a_job_of_slurm_goes_on_without_the_node_of_its_script(
         ]
         assert run.problems() == []
         run.check_result()
+    finally:
+        run.end()
+
+
+@pytest.mark.slow
+def test_each_start_without_the_first_node_of_a_slurm_job_succeeds(
+    make_slurm: Callable[[int], Slurm], tmp_path: Path
+) -> None:
+    """About a third of such starts waited forever in MPI_Init; see `RunLaunch`."""
+    run = SlurmRun(make_slurm(3), tmp_path / "run", spare=1)
+    try:
+        run.wait(lambda: run.claims() and run.first_step_after(0))
+        moment = time.time()
+        run.hosts.switch_off("node1")
+        for _ in range(10):
+            run.wait(lambda m=moment: run.first_step_after(m), 40)
+            moment = time.time()
+            os.kill(min(run.ranks()), signal.SIGKILL)
+        assert run.problems() == []
     finally:
         run.end()
 

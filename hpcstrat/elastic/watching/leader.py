@@ -179,7 +179,8 @@ class Leader:
             return
         start.is_started, start.until = True, now + state.options.start_seconds
         number = {"HPCSTRAT_WATCH_GENERATION": str(current.number)}
-        env = self._launch.environment({**self._variables, **number})
+        variables = {**self._variables, **number}
+        env = self._launch.environment(current.nodes, variables)
         words = self._launch.words(current.nodes, env)
         try:
             self._programs.start_launcher(words, env, current.number)

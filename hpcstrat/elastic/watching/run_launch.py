@@ -57,10 +57,17 @@ class RunLaunch:
             *("-n", str(self.ranks), *exports, *self.options, *program),
         ]
 
-    def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
+    def environment(
+        self, nodes: Sequence[str], variables: Mapping[str, str]
+    ) -> dict[str, str]:
         """Return the launcher's environment, with the variables of the generation."""
         env = {**environment_without_step(os.environ), **variables}
-        if self.launcher != "srun":
+        if self.launcher == "srun":
+            # Slurm's PMIx compares a node's number in the job with one in the step, to
+            # decide which of two nodes connects. With different numbers neither does,
+            # and MPI_Init waits forever (Slurm 22.05, and its master branch in 2026).
+            env["SLURM_JOB_NODELIST"] = ",".join(nodes)
+        else:
             # mpirun would take the nodes of the job, and the watchers' own step.
             env = {k: v for k, v in env.items() if not k.startswith(("SLURM_", "PMI"))}
         if self.launcher == "mpiexec":
