@@ -69,7 +69,13 @@ act() {
     }
     link="hpc$(<"$run/slot").${1#node}"
     case "$2" in
-        off) echo 1 >"$group/cgroup.kill" ;;
+        off)
+            # The processes are stopped first, so that none sees the end of another one,
+            # and reports it to other hosts.
+            echo 1 >"$group/cgroup.freeze"
+            wait_for 10 grep -q "frozen 1" "$group/cgroup.events"
+            echo 1 >"$group/cgroup.kill"
+            ;;
         freeze) echo 1 >"$group/cgroup.freeze" ;;
         thaw) echo 0 >"$group/cgroup.freeze" ;;
         cut) ip link set "$link" down ;;
