@@ -133,8 +133,11 @@ class Episode:
     def kill_watcher(self, node: str) -> None:
         """Kill the watcher of a node, and nothing else."""
         found = self.hosts.processes()
-        pids = self.processes_on(node)
-        self.kill(*(pid for pid in pids if "hpcstrat watch" in found.get(pid, "")))
+        for pid in self.processes_on(node):
+            words = found.get(pid, "")
+            # After the end of the srun of the watchers, the job script requeues the job.
+            if "hpcstrat watch" in words and not words.startswith("srun"):
+                self.kill(pid)
 
     def processes_on(self, node: str) -> list[int]:
         """Return the processes of a node."""
