@@ -214,9 +214,7 @@ def _is_of_loss(error: Exception, strategy: MultiWorkerMirroredStrategy | None) 
     topology = strategy.topology
     if channel is not None and is_loss(topology.mpi, error, topology.replica_comm):
         # ``error`` may be of a communicator of the program or of the topology.
-        return (
-            channel.failures.rank_loss.found(error, "the training function") is not None
-        )
+        return channel.failures.loss(error, "the training function") is not None
     return False
 
 

@@ -367,7 +367,7 @@ class MpiStrategy(LogicalDevices, Strategy):
     @property
     def lost_ranks(self) -> tuple[int, ...] | None:
         channel = self._connection.channel
-        error = None if channel is None else channel.failures.rank_loss.error
+        error = None if channel is None else channel.failures.lost
         return None if error is None else error.ranks
 
     def abandon(self) -> None:

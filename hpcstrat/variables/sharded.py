@@ -23,7 +23,6 @@ from hpcstrat.variables.variable import apply_into
 
 # Arrays of up to this size share one message; larger arrays are sent without a copy.
 _SMALL_BYTES = 64 << 10
-_LARGE_BYTES = 1 << 30
 
 
 def part_of_rank(size: int, strategy: Replicas, rank: int | None = None) -> slice:
@@ -142,13 +141,14 @@ def exchange_parts(
     call = describe_call(what, "", sum(flat.nbytes for flat in flats))
     channel.agree(call, seconds)
     with channel.moving(call) as comm:
-        byte = comm.mpi.BYTE
         for flat in flats:
             if flat.nbytes > _SMALL_BYTES:
                 _exchange_large(comm, strategy, flat)
         if packed.size:
-            own = np.concatenate(parts(comm.rank))
-            comm.Allgatherv([own, byte], [packed, sizes, byte])
+            first = sum(sizes[: comm.rank])
+            own = packed[first : first + sizes[comm.rank]]
+            np.concatenate(parts(comm.rank), out=own)
+            comm.Allgatherv(packed, sizes)
     start = 0
     for rank in ranks:
         for part in parts(rank) if small else ():
@@ -158,13 +158,6 @@ def exchange_parts(
 
 def _exchange_large(comm: Any, strategy: Replicas, flat: Array) -> None:
     """Exchange the ranks' parts of one array in place."""
-    whole, width = flat.view(np.uint8), flat.itemsize
     spans = [part_of_rank(flat.size, strategy, rank) for rank in range(comm.size)]
-    if whole.nbytes < _LARGE_BYTES:
-        sizes = [(span.stop - span.start) * width for span in spans]
-        comm.Allgatherv(comm.mpi.IN_PLACE, [whole, sizes, comm.mpi.BYTE])
-        return
-    # In many MPI libraries displacements are limited to 2**31 - 1 bytes, so each rank
-    # broadcasts its part, one after the other.
-    for rank, span in enumerate(spans):
-        comm.cast_array(whole[span.start * width : span.stop * width], rank)
+    sizes = [(span.stop - span.start) * flat.itemsize for span in spans]
+    comm.Allgatherv(flat.view(np.uint8), sizes)

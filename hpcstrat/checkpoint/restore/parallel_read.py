@@ -120,9 +120,8 @@ class Shared:
         self._several = topology.num_workers > 1
         self._segment = Segment(self._worker, 0, 2 * _PIECE_BYTES)
         # All replicas use the size of pieces that fits the least shared memory.
-        self.piece_bytes: int = channel.interruptible(topology.replica_comm).allreduce(
-            self._segment.part_bytes // 2, op=topology.mpi.MIN
-        )
+        comm = channel.interruptible(topology.replica_comm)
+        self.piece_bytes: int = min(comm.allgather(self._segment.part_bytes // 2))
         self._half = 0
 
     def _place(self, column: int, nbytes: int) -> Array:

@@ -86,7 +86,7 @@ def _reduce(
                 f"expected accumulation_fn to combine {comm.size} arrays "
                 f"of shape {flat.shape}, found {error}; see replica {root}"
             )
-    comm.cast_array(flat, root)
+    comm.Bcast(flat, root)
 
 
 def _received(flat: Array, comm: InterruptibleComm, root: int) -> Iterator[Array]:

@@ -113,7 +113,7 @@ def lay_out(
         # The root of the broadcast is 0, because replica 0 is on worker 0.
         if comm.rank < topology.smallest_worker:
             own = slice_of(target.size, comm.rank, topology.smallest_worker)
-            channel.interruptible(topology.cross_worker_comm).cast_array(target[own], 0)
+            channel.interruptible(topology.cross_worker_comm).Bcast(target[own], 0)
         yield channel.step(call)
 
 

@@ -241,7 +241,7 @@ def _received(
     rest[...] = room[: rest.size]
 
 
-class _Probe:
+class _Probe(Waitable):
     """A probe for a message from any rank; the message is not received."""
 
     def __init__(self, comm: Any, mpi: Any, tag: int) -> None:
@@ -252,10 +252,6 @@ class _Probe:
     def agreed(self) -> bool:
         """Return whether a message has arrived."""
         return bool(self._look(self._any, self._tag, self.status))
-
-    def missing(self) -> list[int]:
-        """Return ``[-1]`` until a message has arrived."""
-        return [] if self.agreed() else [-1]
 
 
 def _kind(array: Array) -> str:

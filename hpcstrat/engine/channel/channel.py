@@ -20,7 +20,6 @@ from hpcstrat.engine.channel.disagreement import LEFT, NOTICE, Announcement
 from hpcstrat.engine.channel.entries import open_channels
 from hpcstrat.engine.channel.failures import Failures
 from hpcstrat.engine.channel.headers import (
-    KernelHeaders,
     SegmentHeaders,
     make_kernel,
     may_read_memory,
@@ -91,16 +90,10 @@ class Channel:
         self._comm = topology.duplicate()
         self._interruptible: dict[int, InterruptibleComm] = {}
         self.failures = Failures(self, self._comm)
-        self.steps = (
-            SegmentHeaders(topology)
-            if in_worker is None
-            else KernelHeaders(topology, in_worker)
-        )
+        self.steps = SegmentHeaders(topology, in_worker)
         self.rings = SharedRings(topology, self.state)
         self.arrivals = Arrivals(topology, self._comm, lambda: self.num_calls)
-        self.waiter = Waiter(
-            topology, self.failures.look, self.steps, self.arrivals, self.state
-        )
+        self.waiter = Waiter(topology, self.failures.look, self.steps, self.state)
         # Headers between workers, which also contain the values of small reductions.
         self.wire: WireHeaders | None = None
         if topology.num_workers > 1:
@@ -242,16 +235,20 @@ class Channel:
 
     def wait_header(self, call: Call, timeout_seconds: float | None) -> bool:
         """Wait for the headers of all ranks, and return whether all are equal."""
-        agreed = self.headers.agreed
+        agreed, found = self.headers.agreed, True
         for _ in range(self.waiter.quick_looks):
             if agreed():
                 break
         else:
-            if not self.waiter.wait_header(self.headers, call, timeout_seconds):
-                self.state.last_call = call
-                return False
+            waiter, arrivals = self.waiter, self.arrivals
+            start = arrivals.begin(call.text)
+            try:
+                waiter.late = self.headers.missing() if arrivals.looks_early else []
+                found = waiter.wait(self.headers, call, timeout_seconds)
+            finally:
+                arrivals.end(start, call.text, waiter.late)
         self.state.last_call = call
-        return True
+        return found
 
     # Exchanges of data.
 
@@ -290,13 +287,12 @@ class Channel:
         """
         found = self._interruptible.get(comm.handle)
         if found is None:
-            found = InterruptibleComm(comm, self.topology, self._await)
+            found = InterruptibleComm(comm, self.topology.mpi, self._await)
             self._interruptible[comm.handle] = found
         return found
 
     def _await(self, message: Waitable) -> None:
-        call = self.exchanging or self.last_call or _NO_CALL
-        self.waiter.wait_data(message, call)
+        self.wait(message, self.exchanging or self.last_call or _NO_CALL)
 
     def step(self, call: Call) -> Waitable:
         """Notify this worker's ranks that this rank has reached a call's next step.
@@ -318,7 +314,12 @@ class Channel:
         for _ in range(self.waiter.quick_looks):
             if agreed():
                 return
-        if not self.waiter.wait_data(awaited, call):
+        start = time.perf_counter()
+        try:
+            found = self.waiter.wait(awaited, call)
+        finally:
+            self.arrivals.count_data(start, call.text)
+        if not found:
             raise CollectiveError(
                 f"expected every rank in the same step of {call.text}, found a step of "
                 "another call; end the program on every rank"
@@ -386,7 +387,7 @@ class Channel:
         self.closed = True
         if self.device_group is not None:
             self.device_group.abandon()
-        self.failures.rank_loss.wake()
+        self.failures.wake()
         _abandoned.append((self.headers, list(self.pending)))
         self.pending.clear()
         self._let_go()

@@ -19,10 +19,8 @@ __all__ = [
     "Announcement",
     "Failure",
     "announce_error",
+    "differing",
     "explain",
-    "only_fingerprints_differ",
-    "only_lengths_differ",
-    "same_call",
 ]
 
 _Key = TypeVar("_Key")
@@ -117,34 +115,17 @@ def _failed(announcements: Sequence[Announcement]) -> list[Announcement]:
     return [a for a in failed if not a.secondary] or failed
 
 
-def same_call(announcements: Sequence[Announcement]) -> bool:
-    """Return whether all ranks are in the same call, even if their variables differ."""
-    places = {(a.place, a.lengths) for a in announcements}
-    return len(places) == 1 and _same_but_for_lengths(announcements)
+def differing(announcements: Sequence[Announcement]) -> set[str] | None:
+    """Return in what ranks differ that are in the same call; None if they are not.
 
-
-def _same_but_for_lengths(announcements: Sequence[Announcement]) -> bool:
+    The places in the rings, the expected lengths of arrays, or the fingerprints of the
+    variables' copies: the names of the attributes of `Announcement`.
+    """
     calls = {(a.flags, a.text, a.digest, a.steps) for a in announcements}
-    return len(calls) == 1 and not announcements[0].flags
-
-
-def only_lengths_differ(announcements: Sequence[Announcement]) -> bool:
-    """Return whether ranks are in the same call, but expect other lengths of arrays.
-
-    Their fingerprints may differ, too; see `only_fingerprints_differ`.
-    """
-    lengths = {a.lengths for a in announcements}
-    return len(lengths) > 1 and _same_but_for_lengths(announcements)
-
-
-def only_fingerprints_differ(announcements: Sequence[Announcement]) -> bool:
-    """Return whether ranks are in the same call, but with different fingerprints.
-
-    They may expect other lengths of arrays, too.
-    """
-    marks = {a.run_fingerprint for a in announcements}
-    same = same_call(announcements) or only_lengths_differ(announcements)
-    return len(marks) > 1 and same
+    if len(calls) > 1 or announcements[0].flags:
+        return None
+    names = "place", "lengths", "run_fingerprint"
+    return {n for n in names if len({getattr(a, n) for a in announcements}) > 1}
 
 
 def explain(announcements: Sequence[Announcement]) -> CollectiveError:

@@ -25,15 +25,12 @@ from hpcstrat.engine.channel.disagreement import (
     Announcement,
     Failure,
     announce_error,
+    differing,
     explain,
-    only_fingerprints_differ,
-    only_lengths_differ,
-    same_call,
 )
 from hpcstrat.engine.channel.entries import is_inner
 from hpcstrat.engine.channel.waitable import LengthsDifferError
 from hpcstrat.engine.topology.survival import is_loss, lost_ranks, revoke
-from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.errors import (
     CollectiveError,
     HpcstratError,
@@ -41,7 +38,7 @@ from hpcstrat.errors import (
     RankLostError,
 )
 
-__all__ = ["Failures", "RankLoss"]
+__all__ = ["Failures"]
 
 _FAILING = describe_call("failure")
 _MEETING = describe_call("meeting after ranks had made different numbers of steps")
@@ -49,75 +46,7 @@ _RESUMING = describe_call("going on after an interrupt of all ranks")
 _ANNOUNCED = "_hpcstrat_announced"
 _NAP_SECONDS = 0.002
 # How long a rank that learns of a death waits for the launcher to report the dead rank.
-_TOLD_SECONDS = 2.0
-
-
-class RankLoss:
-    """The dead ranks of a channel; ``comm`` is the channel's own communicator."""
-
-    def __init__(self, topology: Topology, comm: Any) -> None:
-        self._topology = topology
-        self._comm = comm
-        # The error that every further call raises.
-        self.error: RankLostError | None = None
-
-    def found(self, error: BaseException, what: str) -> RankLostError | None:
-        """Return a RankLostError if ``error`` was caused by the death of a rank.
-
-        Returns None for other errors. If the topology survives a loss, this method also
-        ends the waits of the other ranks. ``what`` is the call in which this rank was.
-        """
-        topology, known = self._topology, set[int]()
-        if isinstance(error, RankLostError):
-            known.update(error.ranks)
-        elif not is_loss(
-            topology.mpi, error, self._comm if topology.survives else None
-        ):
-            return None
-        if self.error is not None:
-            return self.again(what)
-        advice = "start the job again, and restore a checkpoint"
-        if topology.survives:
-            self.wake()
-            known.update(self._told(bool(known)))
-            advice = "leave this strategy, and make a new one of the remaining ranks"
-        ranks = sorted(known)
-        who = f"the processes of ranks {ranks} have" if ranks else "a rank has"
-        text = f"expected all ranks in {what}, found that {who} died; {advice}"
-        # Do not keep the error that is raised: its traceback keeps arrays alive.
-        self.error = RankLostError(text, ranks)
-        return RankLostError(text, ranks)
-
-    def wake(self) -> None:
-        """Make every MPI call fail on all ranks, if the topology survives a loss.
-
-        Without this call, a rank that waits for a living rank would not notice the
-        death of another rank, and would wait forever.
-        """
-        if self._topology.survives:
-            revoke([self._comm])
-            self._topology.revoke()
-
-    def again(self, what: str) -> RankLostError:
-        """Return an error for a later call that names the same dead ranks."""
-        assert self.error is not None
-        ranks = self.error.ranks
-        return RankLostError(
-            f"expected a strategy of living ranks for {what}, found one with the lost "
-            f"ranks {list(ranks)}; leave it, and make a new one of the remaining ranks",
-            ranks,
-        )
-
-    def _told(self, knows: bool) -> list[int]:
-        """Return the ranks that the launcher reports as dead; wait unless ``knows``."""
-        deadline = time.monotonic() + _TOLD_SECONDS
-        while True:
-            found = lost_ranks(self._comm)
-            if found or knows or time.monotonic() > deadline:
-                return found
-            # A probe on COMM_SELF drives the progress of all MPI communication.
-            self._topology.mpi.COMM_SELF.Iprobe()
-            time.sleep(_NAP_SECONDS)
+_REPORT_SECONDS = 2.0
 
 
 class Failures:
@@ -138,16 +67,16 @@ class Failures:
         self.state = channel.state
         self.broken, self.leaving = "", None
         self._rank: int = comm.rank
-        # True if ``broken`` was set between two headers: then `resume` may succeed.
+        # True if ``broken`` was set between two headers: then `resume` may succeed, and
+        # `look` does not raise.
         self.between_calls = False
         # The number of the last header by which all ranks have learned of an error.
         self.told_at = 0
         # Number of sections that this rank is in.
         self.depth = 0
         self.aborts = AbortMessages(channel.topology, comm)
-        self.rank_loss = RankLoss(channel.topology, comm)
-        # True while `resume` waits for abort messages: then `look` does not raise.
-        self._resuming = False
+        # The error of the first call in which this rank has found that ranks are dead.
+        self.lost: RankLostError | None = None
         # True if the ranks have announced different numbers of steps.
         self._apart = False
 
@@ -156,8 +85,8 @@ class Failures:
     def refuse(self, call: Call) -> None:
         """Raise an error with the reason, if no call can be made."""
         if self.broken or self._channel.closed:
-            if self.rank_loss.error is not None:
-                raise self.rank_loss.again(call.text)
+            if self.lost is not None:
+                raise self._lost_before(call.text)
             if not self._channel.closed:
                 # Pass on abort messages. MPI may raise here if ranks have died.
                 with contextlib.suppress(Exception):
@@ -182,22 +111,25 @@ class Failures:
         Raises LengthsDifferError if only the lengths differ that ranks expect.
         """
         channel = self._channel
-        place = 0 if channel.wire is not None else channel.rings.next
         announcement = Announcement(self._rank, 0, call.text)
         announcement.digest = call.digest ^ call.lengths
-        announcement.place, announcement.lengths = place, call.lengths
+        announcement.lengths = call.lengths
+        announcement.place = 0 if channel.wire is not None else channel.rings.next
         announcement.run_fingerprint = channel.position.run_fingerprint
         announcements = self._gather(announcement)
         error, check = None, channel.position.copy_check
+        found = differing(announcements)
+        lengths = found is not None and "lengths" in found
+        # If the lengths differ, the places may differ, too.
+        same = found is not None and (lengths or "place" not in found)
         # A notice sets a flag in the header; this flag may be the only difference.
-        goes_on = any(a.notice for a in announcements) and same_call(announcements)
-        if only_fingerprints_differ(announcements):
-            goes_on = False
+        goes_on = same and any(a.notice for a in announcements)
+        if same and "run_fingerprint" in (found or ()):
             if check is not None:
                 with channel.moving(call):
                     error = check.difference(channel.interruptible(self._comm))
-                goes_on = error is None
-        if error is None and only_lengths_differ(announcements):
+            goes_on = check is not None and error is None
+        if lengths and error is None:
             channel.rings.restart()
             self.told_at = channel.num_calls
             raise LengthsDifferError(call)
@@ -346,22 +278,76 @@ class Failures:
             point = None if channel.pending else entered
             self.break_off(f"{what} was left", error, point)
 
-    def look_for_death(self, error: BaseException, what: str) -> None:
-        """Raise RankLostError if an MPI error was caused by the death of a rank.
+    def loss(self, error: BaseException, what: str) -> RankLostError | None:
+        """Return a RankLostError if ``error`` was caused by the death of a rank.
 
-        ``what`` is the call in which this rank was.
+        Returns None for other errors. If there is a loss, no further call can be made,
+        and the waits of the other ranks end, too. ``what`` is the call in which this
+        rank was.
         """
-        loss = self.rank_loss.found(error, what)
-        if loss is not None:
-            self.broken = "a rank has died"
-            raise loss from error
+        topology, known = self._channel.topology, set[int]()
+        comm = self._comm if topology.survives else None
+        if isinstance(error, RankLostError):
+            known.update(error.ranks)
+        elif not is_loss(topology.mpi, error, comm):
+            return None
+        if self.lost is not None:
+            found = self._lost_before(what)
+        else:
+            advice = "start the job again, and restore a checkpoint"
+            if topology.survives:
+                self.wake()
+                known.update(self._reported(bool(known)))
+                advice = (
+                    "leave this strategy, and make a new one of the remaining ranks"
+                )
+            ranks = sorted(known)
+            who = f"the processes of ranks {ranks} have" if ranks else "a rank has"
+            text = f"expected all ranks in {what}, found that {who} died; {advice}"
+            # Do not keep the error that is raised: its traceback keeps arrays alive.
+            self.lost, found = (RankLostError(text, ranks) for _ in range(2))
+        self.broken, found.__cause__ = "a rank has died", error
+        return found
+
+    def _lost_before(self, what: str) -> RankLostError:
+        """Return an error for a later call that names the same dead ranks."""
+        assert self.lost is not None
+        ranks = self.lost.ranks
+        return RankLostError(
+            f"expected a strategy of living ranks for {what}, found one with the lost "
+            f"ranks {list(ranks)}; leave it, and make a new one of the remaining ranks",
+            ranks,
+        )
+
+    def wake(self) -> None:
+        """Make every MPI call fail on all ranks, if the topology survives a loss.
+
+        Without this call, a rank that waits for a living rank would not notice the
+        death of another rank, and would wait forever.
+        """
+        if self._channel.topology.survives:
+            revoke([self._comm])
+            self._channel.topology.revoke()
+
+    def _reported(self, knows: bool) -> list[int]:
+        """Return the ranks that the launcher reports as dead; wait unless ``knows``."""
+        deadline = time.monotonic() + _REPORT_SECONDS
+        while True:
+            found = lost_ranks(self._comm)
+            if found or knows or time.monotonic() > deadline:
+                return found
+            # A probe on COMM_SELF drives the progress of all MPI communication.
+            self._channel.topology.mpi.COMM_SELF.Iprobe()
+            time.sleep(_NAP_SECONDS)
 
     def interrupted(self, call: Call, error: BaseException) -> None:
         """End all calls of all ranks, because this rank has left a call before its end.
 
         Raises RankLostError if another rank has died.
         """
-        self.look_for_death(error, call.text)
+        loss = self.loss(error, call.text)
+        if loss is not None:
+            raise loss
         self.between_calls = False
         self.break_off(f"{call.text} was interrupted", error)
 
@@ -395,7 +381,7 @@ class Failures:
         for_data = self._channel.exchanging is not None
         told = self.aborts.look(self._channel.num_calls, for_data=for_data)
         self.broken = self.broken or told
-        if self.broken and not self._resuming and self.rank_loss.error is None:
+        if self.broken and not self.between_calls and self.lost is None:
             raise CollectiveError(
                 f"expected every rank to go on, found that {self.broken}; end the "
                 "program on every rank"
@@ -408,20 +394,11 @@ class Failures:
         call between two headers. ``what`` names the next call, which must not have
         copied data into the rings yet.
         """
-        if not self.between_calls or not self._all_left(describe_call(what)):
+        if not self.between_calls:
             return False
-        # Wait for all ranks: some may still read places that the next data overwrite.
-        self._channel.agree(_RESUMING)
-        return True
-
-    def _all_left(self, call: Call) -> bool:
-        """Return whether all ranks have left the same call at the same point.
-
-        If so, reset the state of this rank, so that calls are possible again.
-        """
-        channel, broken, self._resuming = self._channel, self.broken, True
+        channel, broken, call = self._channel, self.broken, describe_call(what)
         try:
-            met: bool = channel.waiter.wait_header(self.aborts, call)
+            met: bool = channel.waiter.wait(self.aborts, call)
             # Try only once: each rank sends its abort message only once.
             self.between_calls = False
             if met:
@@ -432,9 +409,12 @@ class Failures:
         except BaseException as error:
             # Notify the other ranks, which may have resumed and wait for this rank.
             self.between_calls, self.broken = False, broken
-            self.look_for_death(error, call.text)
+            loss = self.loss(error, what)
+            if loss is not None:
+                raise loss from error
             self.aborts.tell(broken)
             raise
-        finally:
-            self._resuming = False
+        if met:
+            # Wait for all ranks: some may still read places that are overwritten next.
+            channel.agree(_RESUMING)
         return met

@@ -35,11 +35,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from hpcstrat.engine.channel.waitable import Waitable
 from hpcstrat.engine.native import load
 from hpcstrat.engine.topology.process_stat import START, STATE, process_stat
 from hpcstrat.engine.topology.topology import RECORD_BYTES, SLOTS_IN_RING, Topology
 
-__all__ = ["KernelHeaders", "SegmentHeaders", "make_kernel", "may_read_memory"]
+__all__ = ["SegmentHeaders", "make_kernel", "may_read_memory"]
 
 _TOKEN_BYTES = 16
 # The start time of a process that cannot be looked up at the moment.
@@ -48,16 +49,24 @@ _RECORD = struct.Struct("=5q24x")
 assert _RECORD.size == RECORD_BYTES
 
 
-class SegmentHeaders:
+class SegmentHeaders(Waitable):
     """The headers of one worker's ranks, in the worker's shared segment.
 
-    The constructor and `close` are collective over ``topology.worker_comm``.
+    The constructor and `close` are collective over ``topology.worker_comm``. The
+    compiled ``kernel`` writes and compares the headers, unless it is None.
     """
 
-    # True if the last header ends the sleeps of the ranks that wait for it.
-    wakes = False
-
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology, kernel: Any = None) -> None:
+        self._kernel = kernel
+        # True if the last header ends the sleeps of the ranks that wait for it.
+        self.wakes = kernel is not None
+        if kernel is not None:
+            self.post = kernel.post  # type: ignore[method-assign]
+            self.agreed = kernel.agreed  # type: ignore[method-assign]
+            # Sleeps until the last header has arrived, but at most for some seconds.
+            self.sleep: Callable[[float], None] = kernel.sleep
+        else:
+            self.sleep = time.sleep
         self._comm = topology.worker_comm
         self._size = self._comm.size
         self._replicas = topology.worker_replicas
@@ -100,22 +109,20 @@ class SegmentHeaders:
             self._barrier()
         return True
 
-    def records(self, tick: int) -> Iterator[tuple[int, ...]]:
+    def _records(self, tick: int) -> Iterator[tuple[int, ...]]:
         """Return the records with number ``tick`` of all ranks, in rank order."""
         return _RECORD.iter_unpack(self._reads[tick & 1]())
 
     def missing(self) -> list[int]:
         """Return the ranks whose headers have not arrived."""
+        tick = self.tick if self._kernel is None else self._kernel.tick
         return [
             self._replicas[rank]
-            for rank, (*header, check) in enumerate(self.records(self.tick))
-            # A half-written header counts as missing.
-            if header[0] != self.tick or check != hash(tuple(header))
+            for rank, (*header, check) in enumerate(self._records(tick))
+            # A half-written header of Python counts as missing.
+            if header[0] != tick
+            or (self._kernel is None and check != hash(tuple(header)))
         ]
-
-    def sleep(self, seconds: float) -> None:
-        """Sleep for ``seconds``, or less if ``wakes`` is true and all ranks arrive."""
-        time.sleep(seconds)
 
     def dead(self) -> list[int]:
         """Return the ranks whose processes are known to have ended."""
@@ -126,7 +133,9 @@ class SegmentHeaders:
         ]
 
     def close(self) -> None:
-        """Release the views of the segment, and free the window."""
+        """Release the kernel and the views of the segment, and free the window."""
+        if self._kernel is not None:
+            self._kernel.close()
         del self._reads, self._read
         for view in (*self._owns, *self._halves):
             view.release()
@@ -134,42 +143,6 @@ class SegmentHeaders:
             self._window.Unlock_all()
             self._window.Free()
             self._window = None
-
-
-class KernelHeaders(SegmentHeaders):
-    """The headers of a worker's ranks, written and compared by the compiled kernel."""
-
-    wakes = True
-
-    def __init__(self, topology: Topology, kernel: Any) -> None:
-        super().__init__(topology)
-        self._kernel = kernel
-
-    def post(self, run: int, digest: int, flags: int) -> None:
-        """Write this rank's header; does not wait."""
-        self._kernel.post(run, digest, flags)
-
-    def agreed(self) -> bool:
-        """Return whether all ranks' headers are equal; False while some are missing."""
-        return bool(self._kernel.agreed())
-
-    def missing(self) -> list[int]:
-        """Return the ranks whose headers have not arrived."""
-        tick = self._kernel.tick
-        return [
-            self._replicas[rank]
-            for rank, (seen, *_) in enumerate(self.records(tick))
-            if seen != tick
-        ]
-
-    def sleep(self, seconds: float) -> None:
-        """Sleep until the last header has arrived, but at most for ``seconds``."""
-        self._kernel.sleep(seconds)
-
-    def close(self) -> None:
-        """Release the kernel and the views of the segment."""
-        self._kernel.close()
-        super().close()
 
 
 def make_kernel(topology: Topology) -> Any:

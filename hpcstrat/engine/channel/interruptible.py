@@ -2,22 +2,18 @@
 
 A blocking MPI call ends only when all ranks have made it, or when the process ends. The
 calls of this module have mpi4py's names and meanings, but they use nonblocking MPI
-calls. While the channel waits for a nonblocking call, it looks for abort messages of
-other ranks, and sleeps if the wait takes long.
+calls, for which the channel waits: it looks for abort messages of other ranks.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.engine.channel.waitable import Exchange, Message, Waitable
-from hpcstrat.engine.topology.topology import Topology
 
 __all__ = ["EAGER_BYTES", "PIECE_BYTES", "InterruptibleComm"]
 
@@ -34,85 +30,76 @@ and this answer waits in the queue behind the data of other messages.
 # Limits of one MPI call: many MPI libraries support no counts past 2**31 - 1.
 _MOST_MESSAGE_BYTES = 64 << 20
 _MOST_GATHERED_BYTES = 1 << 30
-_BYTES_PER_SECOND = 1e9
 _TAG = 13
 # Buffers are kept for at most this many different sizes.
 _MOST_SIZES = 8
 
 
 class InterruptibleComm:
-    """A communicator whose calls wait by calling ``wait`` with a `Waitable`.
+    """A communicator whose calls wait for each `Waitable` by calling ``wait``.
 
     Methods are collective over the communicator, unless they say otherwise.
     """
 
-    def __init__(
-        self, comm: Any, topology: Topology, wait: Callable[[Any], Any]
-    ) -> None:
-        self._comm = comm
-        self._topology = topology
-        self.mpi = topology.mpi
-        self._wait = wait
+    def __init__(self, comm: Any, mpi: Any, wait: Callable[[Waitable], None]) -> None:
+        self._comm, self.mpi, self._wait = comm, mpi, wait
         self.rank: int = comm.rank
         self.size: int = comm.size
         # Free receive buffers that can be reused, by size.
         self._rooms: dict[int, list[Any]] = {}
 
-    def _finish(self, awaited: Waitable, nbytes: int) -> None:
-        # Do not sleep in the expected time, because this might stop the transfer.
-        end = time.monotonic() + nbytes / _BYTES_PER_SECOND if nbytes else 0.0
-        while not awaited.agreed():
-            if time.monotonic() > end:
-                self._wait(awaited)
-                break
-            if self._topology.shares_cores:
-                os.sched_yield()
-        self._topology.moves += 1
-
     def finish(self, messages: Iterable[Exchange]) -> None:
         """Wait for MPI calls, each of which is made after the one before has ended."""
         for message in messages:
-            self._finish(message, message.nbytes)
+            self._wait(message)
 
     def Barrier(self) -> None:  # noqa: N802
         """Wait for all ranks."""
-        self._finish(Message(self._comm.Ibarrier), 0)
+        self._wait(Message(self._comm.Ibarrier))
 
     def Bcast(self, buffer: Any, root: int = 0) -> None:  # noqa: N802
         """Copy the root's contiguous array into ``buffer`` of all ranks."""
-        self._finish(Message(self._comm.Ibcast, buffer, root), buffer.nbytes)
+        self.finish(self.casting(buffer, root))
 
     def Allreduce(self, send: Any, receive: Any, op: Any) -> None:  # noqa: N802
         """Combine the arrays of all ranks by an operation of MPI."""
-        self._finish(self.Iallreduce(send, receive, op), receive.nbytes)
+        self._wait(self.Iallreduce(send, receive, op))
 
     def Iallreduce(self, send: Any, receive: Any, op: Any) -> Exchange:  # noqa: N802
         """Start to combine the arrays of all ranks by an operation of MPI."""
-        return Message(self._comm.Iallreduce, send, receive, op)
+        made = self._comm.Iallreduce, send, receive, op
+        return Message(*made, nbytes=receive.nbytes)
 
-    def Allgatherv(self, send: Any, receive: Any) -> None:  # noqa: N802
-        """Concatenate the arrays of all ranks into the array ``receive[0]``."""
-        self._finish(Message(self._comm.Iallgatherv, send, receive), receive[0].nbytes)
+    def Allgatherv(self, whole: Any, sizes: Sequence[int]) -> None:  # noqa: N802
+        """Send this rank's part of a uint8 array to all ranks; see `gathering`."""
+        self.finish(self.gathering(whole, sizes))
 
     def Alltoallv(self, send: Any, receive: Any) -> None:  # noqa: N802
         """Send part ``r`` of this rank's array to each rank ``r``."""
-        self._finish(Message(self._comm.Ialltoallv, send, receive), receive[0].nbytes)
+        made = self._comm.Ialltoallv, send, receive
+        self._wait(Message(*made, nbytes=receive[0].nbytes))
 
     def start(
-        self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int
+        self,
+        sent: Mapping[int, Any],
+        received: Mapping[int, Any],
+        tag: int,
+        most_bytes: int = EAGER_BYTES,
     ) -> Exchange:
         """Start to send uint8 arrays to ranks, and to receive arrays from other ranks.
 
-        Not collective. Sender and receiver must use the same sizes. Exchanges between
-        two ranks with the same tag are matched in the order in which they are started.
+        Not collective. Sender and receiver must use the same sizes and the same limit
+        of a message, ``most_bytes``. Exchanges between two ranks with the same tag are
+        matched in the order in which they are started.
         """
-        return self._start(sent, received, tag, EAGER_BYTES)
-
-    def exchange(
-        self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int
-    ) -> None:
-        """Exchange flat arrays of any dtype, and wait for the data; not collective."""
-        self.finish([self.exchanging(sent, received, tag)])
+        exchange = Exchange(sent, received)
+        calls = (self._comm.Irecv, received), (self._comm.Isend, sent)
+        for call, arrays in calls:
+            for rank, array in arrays.items():
+                for start in range(0, array.nbytes, most_bytes):
+                    message = array[start : start + most_bytes]
+                    exchange.requests.append(call(message, rank, tag))
+        return exchange
 
     def exchanging(
         self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int
@@ -122,21 +109,15 @@ class InterruptibleComm:
             {rank: array.view(np.uint8) for rank, array in arrays.items()}
             for arrays in (sent, received)
         )
-        exchange = self._start(out, into, tag, _MOST_MESSAGE_BYTES)
+        exchange = self.start(out, into, tag, _MOST_MESSAGE_BYTES)
         exchange.nbytes = sum(a.nbytes for a in (*out.values(), *into.values()))
         return exchange
 
-    def _start(
-        self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int, most: int
-    ) -> Exchange:
-        exchange = Exchange(sent, received)
-        calls = (self._comm.Irecv, received), (self._comm.Isend, sent)
-        for call, arrays in calls:
-            for rank, array in arrays.items():
-                for start in range(0, array.nbytes, most):
-                    message = array[start : start + most]
-                    exchange.requests.append(call(message, rank, tag))
-        return exchange
+    def exchange(
+        self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int
+    ) -> None:
+        """Exchange flat arrays of any dtype, and wait for the data; not collective."""
+        self._wait(self.exchanging(sent, received, tag))
 
     def take_room(self, nbytes: int) -> Any:
         """Return a buffer that is only the caller's until it calls `give_room`."""
@@ -148,12 +129,6 @@ class InterruptibleComm:
         if room.nbytes not in self._rooms and len(self._rooms) >= _MOST_SIZES:
             self._rooms.clear()
         self._rooms.setdefault(room.nbytes, []).append(room)
-
-    def allreduce(self, value: int, op: Any) -> int:
-        """Return the integers of all ranks combined by an operation of MPI."""
-        found = np.array([value], np.int64)
-        self.Allreduce(self.mpi.IN_PLACE, found, op)
-        return int(found[0])
 
     def gathering(self, whole: Any, sizes: Sequence[int]) -> Iterator[Message]:
         """Send this rank's part of a uint8 array to all ranks, and receive their parts.
@@ -183,11 +158,11 @@ class InterruptibleComm:
     def gathered(self, data: bytes) -> list[memoryview]:
         """Return the bytes of all ranks, in rank order."""
         own, sizes = np.array([len(data)]), np.empty(self.size, np.int64)
-        self._finish(Message(self._comm.Iallgather, own, sizes), 0)
+        self._wait(Message(self._comm.Iallgather, own, sizes))
         whole = np.empty(sizes.sum(), np.uint8)
         parts = np.split(whole, np.cumsum(sizes)[:-1])
         parts[self.rank][...] = np.frombuffer(data, np.uint8)
-        self.finish(self.gathering(whole, sizes.tolist()))
+        self.Allgatherv(whole, sizes.tolist())
         return [part.data for part in parts]
 
     def allgather(self, value: Any) -> list[Any]:
@@ -197,22 +172,13 @@ class InterruptibleComm:
     def bcast(self, value: Any, root: int = 0) -> Any:
         """Return the root's object on all ranks."""
         sends = self.rank == root
-        data = self.cast(pickle.dumps(value, 5) if sends else b"", root)
-        return value if sends else pickle.loads(data)
-
-    def cast(self, data: bytes, root: int) -> Any:
-        """Return the root's bytes on all ranks."""
-        size = np.array([len(data)], np.int64)
+        data: Any = np.frombuffer(pickle.dumps(value, 5) if sends else b"", np.uint8)
+        size = np.array([data.size])
         self.Bcast(size, root)
-        buffer: Any = np.frombuffer(data, np.uint8)
-        if self.rank != root:
-            buffer = np.empty(int(size[0]), np.uint8)
-        self.cast_array(buffer, root)
-        return buffer.data
-
-    def cast_array(self, flat: Any, root: int) -> None:
-        """Copy the root's flat array into ``flat`` of all ranks."""
-        self.finish(self.casting(flat, root))
+        if not sends:
+            data = np.empty(int(size[0]), np.uint8)
+        self.Bcast(data, root)
+        return value if sends else pickle.loads(data.data)
 
     def exchange_objects(
         self, sent: Mapping[int, Any], sources: Iterable[int]

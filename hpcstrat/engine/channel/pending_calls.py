@@ -12,7 +12,7 @@ from hpcstrat.engine.channel.disagreement import FAILED, Announcement, announce_
 from hpcstrat.engine.channel.entries import is_inner, refuse_inner
 from hpcstrat.engine.channel.waitable import Waitable, WaitSteps, exhaust
 from hpcstrat.engine.observe.timeline import active, recorded_wait
-from hpcstrat.errors import HpcstratError, RankLostError, TopologyError
+from hpcstrat.errors import HpcstratError, TopologyError
 
 __all__ = ["PendingCall", "PendingCalls"]
 
@@ -141,11 +141,8 @@ class PendingCall:
                     return False
         except BaseException as error:
             # Keep the error: `wait` raises it, at the same point on all ranks.
-            try:
-                self._channel.failures.look_for_death(error, self.call.text)
-            except RankLostError as loss:
-                self.end(loss)
-            self.end(self._own_error or error)
+            loss = self._channel.failures.loss(error, self.call.text)
+            self.end(loss or self._own_error or error)
             self._lose(error)
             if not isinstance(error, Exception):
                 raise

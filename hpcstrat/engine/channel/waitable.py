@@ -32,6 +32,9 @@ __all__ = [
 class Waitable(Protocol):
     """Something to wait for: a header or step of other ranks, a request, or a GPU."""
 
+    # The bytes that are moved meanwhile, if known: no rank sleeps while they may move.
+    nbytes: int = 0
+
     def agreed(self) -> bool:
         """Return whether the wait is over; False also if ranks made different calls.
 
@@ -111,8 +114,6 @@ class Exchange(Waitable):
 
     # A default for `__del__`, in case an interrupt ends the constructor.
     requests: Any = ()
-    # The number of bytes that the calls move, if that is known.
-    nbytes = 0
 
     def __init__(self, *arrays: Any) -> None:
         # Append each request right after its MPI call, in case the next call fails.

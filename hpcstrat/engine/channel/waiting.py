@@ -23,7 +23,6 @@ from typing import Any
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.headers import SegmentHeaders
 from hpcstrat.engine.channel.waitable import Waitable
-from hpcstrat.engine.observe.arrivals import Arrivals
 from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.errors import CollectiveError, RankLostError
 
@@ -48,6 +47,8 @@ _FIRST_NAP_SECONDS = 0.0005
 # KiB, a rank does not sleep in this time, which might stop the transfer.
 _WIRE_BYTES_PER_SECOND = 1.25e8
 _MOST_TRAVELING_BYTES = 256 << 10
+# The same for the data of a message, of any size.
+_MOVED_BYTES_PER_SECOND = 1e9
 _LIMIT_SECONDS = 1800.0
 # The watchdog looks for late ranks again ``_LEAD_SECONDS`` before the limit. A rank
 # waits for the result of this look up to ``_VERDICT_SECONDS`` past the limit.
@@ -114,8 +115,8 @@ class Waiter:
     """The object by which a channel waits for other ranks.
 
     ``look`` drives MPI's progress, and raises if another rank has ended all calls.
-    ``steps`` finds dead processes of this worker, ``arrivals`` records the waits, and
-    ``state.looks`` sets how often the kernel looks before it returns.
+    ``steps`` finds dead processes of this worker, and ``state.looks`` sets how often
+    the kernel looks before it returns.
     """
 
     def __init__(
@@ -123,11 +124,9 @@ class Waiter:
         topology: Topology,
         look: Callable[[], None],
         steps: SegmentHeaders,
-        arrivals: Arrivals,
         state: Any,
     ) -> None:
-        self._look, self._steps, self._arrivals = look, steps, arrivals
-        self._state = state
+        self._look, self._steps, self._state = look, steps, state
         # The time limit of waits in calls without a limit of their own.
         self.limit_seconds = _LIMIT_SECONDS
         # The present wait, if it has taken longer than the spin.
@@ -157,25 +156,6 @@ class Waiter:
         looks = int(self._spin.seconds * _KERNEL_LOOKS_PER_SECOND)
         return min(looks, _MOST_KERNEL_LOOKS)
 
-    def wait_header(
-        self, awaited: Waitable, call: Call, timeout_seconds: float | None = None
-    ) -> bool:
-        """Wait for the headers of late ranks, as `wait` does, and record the wait."""
-        start = self._arrivals.begin(call.text)
-        try:
-            self.late = awaited.missing() if self._arrivals.looks_early else []
-            return self.wait(awaited, call, timeout_seconds)
-        finally:
-            self._arrivals.end(start, call.text, self.late)
-
-    def wait_data(self, awaited: Waitable, call: Call) -> bool:
-        """Wait for data, as `wait` does, and record the wait."""
-        start = time.perf_counter()
-        try:
-            return self.wait(awaited, call)
-        finally:
-            self._arrivals.count_data(start, call.text)
-
     def wait(
         self, awaited: Waitable, call: Call, timeout_seconds: float | None = None
     ) -> bool:
@@ -186,9 +166,9 @@ class Waiter:
         CollectiveError if a rank does not arrive in time, or if its process has died.
         """
         agreed, start = awaited.agreed, time.monotonic()
-        traveling = 0.0
+        traveling = awaited.nbytes / _MOVED_BYTES_PER_SECOND
         if self._on_wire and call.nbytes <= _MOST_TRAVELING_BYTES:
-            traveling = call.nbytes / _WIRE_BYTES_PER_SECOND
+            traveling = max(traveling, call.nbytes / _WIRE_BYTES_PER_SECOND)
         spin = self._spin.seconds
         if self._shares_cores and self._is_woken(awaited):
             # Leave the core at once. If this rank offered its core after each look, it

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from hpcstrat.engine.channel.waitable import Waitable
+
 __all__ = ["Done", "Lane", "Mark", "borrowed_stream"]
 
 # The value of cudaErrorNotReady, for which CuPy has no constant.
@@ -63,7 +65,7 @@ class Mark:
         return bool(status == 0)
 
 
-class Done:
+class Done(Waitable):
     """A step of a collective call, which waits for the end of a lane's work so far."""
 
     def __init__(self, lane: Lane, mark: Mark) -> None:
@@ -76,10 +78,6 @@ class Done:
             self._lane.give_back(self._mark)
             self._mark = None
         return self._mark is None
-
-    def missing(self) -> list[int]:
-        """Return ``[-1]`` (unknown ranks) until the work is done, then no ranks."""
-        return [] if self.agreed() else [-1]
 
 
 class Lane:

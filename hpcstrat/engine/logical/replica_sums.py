@@ -254,8 +254,9 @@ class ReplicaSums:
         """Return the sum of a `Run` over all ranks; ``rows`` has this rank's roots."""
         size, counts = run.size, self._num_roots
         if size * run.dtype.itemsize <= _GATHERED_BYTES:
-            every = _given(comm, rows, [n * size for n in counts])
-            return self.order.sum_all(every, function)
+            sizes = [n * size * rows.itemsize for n in counts]
+            every = _gathered(comm, rows.reshape(-1), sizes).reshape(-1, size)
+            return self.order.sum_all(list(every), function)
         ranks = self.order.num_ranks
         ends = [rank * size // ranks for rank in range(ranks + 1)]
         parts = [rows[:, a:b] for a, b in pairwise(ends)]
@@ -269,10 +270,8 @@ class ReplicaSums:
         )
         roots = list(came.reshape(sum(counts), own))
         total = self.order.sum_all(roots, function)
-        whole = np.empty(size, run.dtype)
         sizes = [(b - a) * width for a, b in pairwise(ends)]
-        comm.Allgatherv([_bytes(total), byte], [_bytes(whole), sizes, byte])
-        return whole
+        return _gathered(comm, total, sizes)
 
 
 def require_no_wire_dtype(options: CommunicationOptions) -> None:
@@ -285,13 +284,13 @@ def require_no_wire_dtype(options: CommunicationOptions) -> None:
         )
 
 
-def _given(comm: Any, rows: Array, sizes: Sequence[int]) -> list[Array]:
-    """Return the rows of all ranks; rank ``r`` sends ``sizes[r]`` elements."""
-    whole = np.empty(sum(sizes), rows.dtype)
-    counts = [size * rows.itemsize for size in sizes]
-    byte = comm.mpi.BYTE
-    comm.Allgatherv([_bytes(rows.reshape(-1)), byte], [_bytes(whole), counts, byte])
-    return list(whole.reshape(-1, rows.shape[1]))
+def _gathered(comm: Any, own: Array, sizes: Sequence[int]) -> Array:
+    """Return the flat arrays of all ranks; rank ``r`` has ``sizes[r]`` bytes."""
+    whole = np.empty(sum(sizes) // own.itemsize, own.dtype)
+    first = sum(sizes[: comm.rank]) // own.itemsize
+    whole[first : first + own.size] = own
+    comm.Allgatherv(_bytes(whole), sizes)
+    return whole
 
 
 def _bytes(array: Array) -> Array:

@@ -76,12 +76,15 @@ _ID_NUMBERS = 128
 _connected: set[weakref.ref[NcclGroup]] = set()
 
 
-class NcclEnding:
+class NcclEnding(Waitable):
     """A step that waits for the end of NCCL calls; ``check`` raises NCCL's errors."""
 
     def __init__(self, done: Any, check: Callable[[], None]) -> None:
-        self.agreed: Callable[[], bool] = done.agreed
-        self._check = check
+        self._done, self._check = done, check
+
+    def agreed(self) -> bool:
+        """Return whether the calls have ended."""
+        return bool(self._done.agreed())
 
     def missing(self) -> list[int]:
         """Return ``[-1]`` until the calls have ended; raise if NCCL has failed."""

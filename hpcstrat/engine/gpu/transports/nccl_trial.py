@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.engine.channel.waitable import Waitable
 from hpcstrat.engine.gpu import library
 from hpcstrat.engine.gpu.device_memory import plain_memory
 from hpcstrat.engine.gpu.streams import Mark
@@ -40,7 +41,7 @@ _SUM_ADVICE = (
 )
 
 
-class Joining:
+class Joining(Waitable):
     """A step of a call: the creation and the trial of an NCCL communicator.
 
     The communicator is created on the current device. The trial ends with `keep` or
@@ -123,10 +124,6 @@ class Joining:
         return self._ended.is_set() or (
             time.monotonic() > self._begun + self._limit_seconds
         )
-
-    def missing(self) -> list[int]:
-        """Return ``[-1]`` until the trial has ended: the late ranks are unknown."""
-        return [] if self.agreed() else [-1]
 
     def problems(self) -> tuple[str, str]:
         """Return the error and the timeout of this rank as texts, after `agreed`.

@@ -118,7 +118,7 @@ def test_a_sum_wakes_the_rank_that_sleeps_in_it(size: int) -> None:
 class _Steps:
     """The records of a kernel, as the waiter knows them."""
 
-    wakes = True
+    wakes, nbytes = True, 0
 
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.sleep = kernel, kernel.sleep
@@ -152,7 +152,6 @@ def test_a_wait_for_records_ends_with_the_last_record(
         topology,
         lambda: None,
         steps,
-        arrivals=None,  # type: ignore[arg-type]
         state=CallState(),
     )
     first.post(0, 7, 0)

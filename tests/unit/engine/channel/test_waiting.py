@@ -37,6 +37,8 @@ def test_spins_grow_longer_where_they_would_have_helped() -> None:
 class _Awaited:
     """Other ranks that arrive after some time; each poll advances the clock."""
 
+    nbytes = 0
+
     def __init__(self, clock: list[float], comes: float) -> None:
         self.clock, self.comes, self.looks = clock, clock[0] + comes, 0
 
@@ -76,12 +78,10 @@ def _waiter() -> Waiter:
         survives=False, num_workers=1, shares_cores=False, worker_comm=worker_comm
     )
     steps: Any = _Nobody()
-    # The tests call only `wait`, which records no statistics.
     return Waiter(
         topology,
         lambda: None,
         steps,
-        arrivals=None,  # type: ignore[arg-type]
         state=CallState(),
     )
 

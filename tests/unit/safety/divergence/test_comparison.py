@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from hpcstrat.engine.channel.disagreement import (
-    FAILED,
-    Announcement,
-    only_fingerprints_differ,
-)
+from hpcstrat.engine.channel.disagreement import FAILED, Announcement, differing
 from hpcstrat.safety.divergence.first_difference import (
     REPLICAS,
     index_of,
@@ -61,15 +59,16 @@ def test_places_and_replicas_as_text() -> None:
 
 
 def test_variables_are_suspected_only_in_the_same_call() -> None:
-    def announced(**differing: int) -> bool:
+    def announced(**other: Any) -> set[str] | None:
         one = Announcement(0, 0, "reduce", steps=(3, 0, 0), digest=5, run_fingerprint=7)
-        other = {"steps": (3, 0, 0), "digest": 5, "run_fingerprint": 8} | differing
-        return only_fingerprints_differ([one, Announcement(1, 0, "reduce", **other)])
+        other = {"steps": (3, 0, 0), "digest": 5, "run_fingerprint": 8} | other
+        return differing([one, Announcement(1, 0, "reduce", **other)])
 
-    assert announced()
-    assert not announced(run_fingerprint=7)
-    assert not announced(steps=(4, 0, 0))
-    assert not announced(steps=(3, 1, 0))
-    assert not announced(digest=6)
+    assert announced() == {"run_fingerprint"}
+    assert announced(run_fingerprint=7) == set()
+    assert announced(lengths=1, place=2) == {"place", "lengths", "run_fingerprint"}
+    assert announced(steps=(4, 0, 0)) is None
+    assert announced(steps=(3, 1, 0)) is None
+    assert announced(digest=6) is None
     failed = [Announcement(r, FAILED, "reduce", run_fingerprint=r) for r in range(2)]
-    assert not only_fingerprints_differ(failed)
+    assert differing(failed) is None
