@@ -14,7 +14,7 @@ from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import as_array, to_host
 from hpcstrat.engine.calls.field_moves import grid_lines
 from hpcstrat.engine.calls.replica_collectives import Collectives
-from hpcstrat.engine.channel.position import Position
+from hpcstrat.engine.channel.call_state import Position
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.tree import flatten
 from hpcstrat.engine.typing import Array, Tree

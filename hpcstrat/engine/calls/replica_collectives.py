@@ -17,7 +17,7 @@ from hpcstrat.engine.calls.reductions import Reductions
 from hpcstrat.engine.channel.call import Call, describe_call
 from hpcstrat.engine.channel.channel import Channel, ClosedChannel
 from hpcstrat.engine.channel.entries import collective, enter, interrupted_call
-from hpcstrat.engine.channel.sections import Section
+from hpcstrat.engine.channel.failures import Section
 from hpcstrat.engine.options import CommunicationOptions
 from hpcstrat.engine.typing import Array
 
@@ -80,7 +80,7 @@ class Collectives:
         """Return a context manager for a section, which all replicas leave together.
 
         The end of the section is collective over ``topology.replica_comm``: an error of
-        one replica is raised on all replicas. See `hpcstrat.engine.channel.sections`.
+        one replica is raised on all replicas. See `hpcstrat.engine.channel.failures`.
         """
         if isinstance(self.channel, Channel):
             return Section(self.channel, what, self.timeout_seconds)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from hpcstrat.engine.channel.call import Call, describe_call
-from hpcstrat.engine.channel.call_state import CallState, Watched
+from hpcstrat.engine.channel.call_state import CallState, Position, Watched
 from hpcstrat.engine.channel.disagreement import LEFT, NOTICE, Announcement
 from hpcstrat.engine.channel.entries import open_channels
 from hpcstrat.engine.channel.failures import Failures
@@ -26,7 +26,6 @@ from hpcstrat.engine.channel.headers import (
 )
 from hpcstrat.engine.channel.interruptible import InterruptibleComm
 from hpcstrat.engine.channel.pending_calls import PendingCalls
-from hpcstrat.engine.channel.position import Position
 from hpcstrat.engine.channel.shared_rings import SharedRings
 from hpcstrat.engine.channel.waitable import (
     EveryRankError,
@@ -162,7 +161,7 @@ class Channel:
         recorder: Any = active.recorder
         start = recorder and recorder.enter(call.text)
         try:
-            mark = self.position.run_fingerprint
+            mark = self.state.run_fingerprint
             agreed = self.announce(call, mark, flags, timeout_seconds, carried)
         finally:
             if recorder is not None:

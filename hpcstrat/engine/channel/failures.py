@@ -5,6 +5,14 @@ in this header, and all ranks raise there. If a rank fails after the header of a
 it can make no further call, but the other ranks still wait in this call. So the failed
 rank sends abort messages to the other ranks, which then raise an error, see
 `hpcstrat.engine.channel.abort_messages`.
+
+Sections are parts of a program that all ranks leave together, with or without an error.
+A strategy with ``on_error="raise"`` makes a section of each ``run``, each merged
+function, and other code of the program between two calls. At the end of a section, all
+ranks learn whether any rank has failed in it. Sections can be nested. A rank that fails
+sends the number of sections that it is still in. The other ranks then leave their inner
+sections down to this number, even if the program catches the exception, so that all
+ranks are at the same point again.
 """
 
 from __future__ import annotations
@@ -13,6 +21,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from types import TracebackType
 from typing import Any
 
 from hpcstrat.engine.call_sites import call_site
@@ -28,7 +37,7 @@ from hpcstrat.engine.channel.disagreement import (
     differing,
     explain,
 )
-from hpcstrat.engine.channel.entries import is_inner
+from hpcstrat.engine.channel.entries import is_inner, refuse_inner
 from hpcstrat.engine.channel.waitable import LengthsDifferError
 from hpcstrat.engine.topology.survival import is_loss, lost_ranks, revoke
 from hpcstrat.errors import (
@@ -38,7 +47,7 @@ from hpcstrat.errors import (
     RankLostError,
 )
 
-__all__ = ["Failures"]
+__all__ = ["Failures", "Section"]
 
 _FAILING = describe_call("failure")
 _MEETING = describe_call("meeting after ranks had made different numbers of steps")
@@ -115,7 +124,7 @@ class Failures:
         announcement.digest = call.digest ^ call.lengths
         announcement.lengths = call.lengths
         announcement.place = 0 if channel.wire is not None else channel.rings.next
-        announcement.run_fingerprint = channel.position.run_fingerprint
+        announcement.run_fingerprint = channel.state.run_fingerprint
         announcements = self._gather(announcement)
         error, check = None, channel.position.copy_check
         found = differing(announcements)
@@ -201,7 +210,7 @@ class Failures:
             position.backward_index = most
             position.num_meetings += 1
         self._apart = len({a.steps for a in announcements}) > 1
-        position.run_fingerprint = position.step_fingerprint
+        self.state.run_fingerprint = position.step_fingerprint
         return announcements
 
     def _explain(self, announcements: Sequence[Announcement]) -> CollectiveError:
@@ -418,3 +427,70 @@ class Failures:
             # Wait for all ranks: some may still read places that are overwritten next.
             channel.agree(_RESUMING)
         return met
+
+
+class Section:
+    """A context manager that all ranks leave together.
+
+    The exit is collective over ``topology.replica_comm``, and waits for late ranks up
+    to ``timeout_seconds``. An exception that is not an ``Exception``, such as
+    KeyboardInterrupt, is not reported to the other ranks, because it is meant to end
+    the program.
+    """
+
+    __slots__ = ("_channel", "_steps", "_timeout_seconds", "_what")
+
+    def __init__(
+        self, channel: Any, what: str, timeout_seconds: float | None = None
+    ) -> None:
+        self._channel = channel
+        self._what = what
+        self._timeout_seconds = timeout_seconds
+        self._steps = (0, 0, 0)
+
+    def __enter__(self) -> None:
+        """Enter the section; not collective."""
+        refuse_inner(self._what)
+        self._channel.failures.depth += 1
+        self._steps = self._channel.position.steps
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave the section, and raise the error of any rank on all ranks."""
+        channel, failures = self._channel, self._channel.failures
+        if channel.elsewhere is not None:
+            channel.elsewhere()
+        tells = error is None or isinstance(error, Exception)
+        try:
+            if tells and channel.pending and not failures.broken:
+                # Drain before reducing ``depth``: a failure still ends this section.
+                channel.pending.drain()
+        finally:
+            failures.depth -= 1
+        failure: Failure | None = failures.leaving
+        if failure is not None and failure.level > failures.depth:
+            failures.leaving = None
+            # The ranks may have made different numbers of steps in the section.
+            channel.position.steps = self._steps
+            # A refused call may have taken a place in the ring of this rank only.
+            channel.rings.restart()
+        if not tells:
+            return
+        if failure is None and error is not None:
+            channel.position.steps = self._steps
+            failure = failures.fail(self._what, error, leaves=True)
+        elif failure is None:
+            call = describe_call(f"end of {self._what}")
+            try:
+                channel.agree(call, self._timeout_seconds)
+            except CollectiveError:
+                channel.position.steps = self._steps
+                raise
+        if failure is not None:
+            raised = failure.instead_of(error)
+            if raised is not error:
+                raise raised

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hpcstrat.engine.channel.position import Position
+from hpcstrat.engine.channel.call_state import Position
 
 __all__ = ["ForwardCounts", "tensors_of"]
 

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 from hpcstrat.engine.calls.buckets import Bucket, Buckets, plan_buckets
+from hpcstrat.engine.channel.call_state import Position
 from hpcstrat.engine.channel.channel import ClosedChannel
 from hpcstrat.engine.channel.pending_calls import PendingCall
-from hpcstrat.engine.channel.position import Position
 from hpcstrat.engine.context import own_index
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.tree import flatten
