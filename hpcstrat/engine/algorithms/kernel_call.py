@@ -15,8 +15,11 @@ import numpy as np
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import HEADER, HeaderStep, WaitSteps
-from hpcstrat.engine.channel.wire_headers import HEADER_BYTES, WireHeaders
-from hpcstrat.engine.channel.worker_values import WorkerValues
+from hpcstrat.engine.channel.wire_headers import (
+    HEADER_BYTES,
+    WireHeaders,
+    WorkerValues,
+)
 from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CollectiveError

@@ -21,6 +21,7 @@ the longest message.
 from __future__ import annotations
 
 import itertools
+import mmap
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -31,14 +32,15 @@ from hpcstrat.engine.channel.headers import SegmentHeaders
 from hpcstrat.engine.channel.interruptible import EAGER_BYTES
 from hpcstrat.engine.channel.shared_rings import SharedRings
 from hpcstrat.engine.channel.waitable import HeaderPayload, Waitable
-from hpcstrat.engine.channel.worker_values import WorkerValues
 from hpcstrat.engine.native import load
 from hpcstrat.engine.topology.topology import Topology
+from hpcstrat.engine.typing import Array
 
 __all__ = [
     "HEADER_BYTES",
     "HeaderBlocks",
     "WireHeaders",
+    "WorkerValues",
     "carried_bytes",
     "make_worker_values",
     "room_bytes",
@@ -57,7 +59,7 @@ _DELAY_BYTES = 16 << 10
 # With two workers, a header carries at most this number times _DELAY_BYTES. Larger
 # values are faster in pieces: one piece is sent while the ranks add another.
 _MOST_DELAYS = 16
-_ALIGNMENT_BYTES = 16
+_ALIGNMENT_BYTES, _LINE_BYTES = 16, 64
 # The last number of a header has the flags in its lowest 8 bits, and above them the
 # size in bytes of the values that follow the header.
 _FLAG_BITS = 8
@@ -107,7 +109,34 @@ def make_worker_values(topology: Topology) -> WorkerValues | None:
     size = topology.num_workers
     if size == 1 or topology.worker_comm.size > 1 or load() is None:
         return None
-    return WorkerValues(topology.worker_id, size, room_bytes(size), HEADER_BYTES)
+    return WorkerValues(topology.worker_id, size, room_bytes(size))
+
+
+class WorkerValues:
+    """A kernel for the values of all workers, and its memory; not collective.
+
+    A worker of one replica shares no memory with other ranks. Its kernel adds its
+    values to those of the other workers in private memory, which has the form of a
+    shared segment: a record and a place for each worker, instead of each rank. The
+    values of other workers come into their places from messages. After the headers have
+    been compared, the records of all workers are made equal (``kernel.arrive``). A
+    place has ``room_bytes`` of values, and before them a header, so that both can be
+    sent as one message.
+    """
+
+    def __init__(self, worker: int, num_workers: int, room_bytes: int) -> None:
+        self.place_bytes = -(-room_bytes // _LINE_BYTES) * _LINE_BYTES
+        stride = _LINE_BYTES + self.place_bytes
+        # Two records of each worker, which the kernel uses in turn, then the places.
+        records = 2 * num_workers * _LINE_BYTES
+        memory = mmap.mmap(-1, records + num_workers * stride + _LINE_BYTES)
+        sizes = records + _LINE_BYTES, stride, self.place_bytes, self.place_bytes
+        self.kernel = load().Kernel(memory, *sizes, worker, num_workers)
+        array = np.frombuffer(memory, np.uint8, num_workers * stride, records)
+        rows = array.reshape(num_workers, stride)
+        # The values of all workers, one row for each, and the messages with headers.
+        self.places: Array = rows[:, _LINE_BYTES:]
+        self.messages: Array = rows[:, _LINE_BYTES - HEADER_BYTES :]
 
 
 class WireHeaders(Waitable):
