@@ -264,6 +264,7 @@ def pretend_channels(
                 ),
                 num_replicas=len(job),
                 replica_id=me,
+                job_ranks=list(job),
                 num_workers=len(sizes),
                 worker_id=worker,
                 worker_replicas=list(job[start : start + size]),

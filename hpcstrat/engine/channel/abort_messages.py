@@ -24,33 +24,35 @@ __all__ = ["AbortMessages"]
 _TAG = 11
 # Size of a message, so small that MPI sends it before the receive is posted.
 _MOST_BYTES = 600
-# The head of a message: how often the sender has resumed together with all ranks, and
-# the two numbers of the sender's ``point``, see `AbortMessages.tell`.
-_HEAD = struct.Struct("=qqq")
+# The head of a message: the sender's ``point``, see `AbortMessages.tell`.
+_HEAD = struct.Struct("=qq")
 _ON_THE_WAY_SECONDS = 2.0
 _Point = tuple[int, int]
 _NOWHERE: _Point = -1, -1
-# The point and the text of each message received, by the rank that sent it.
-_Came = dict[int, tuple[_Point, str]]
 
 
 class AbortMessages(Waitable):
     """The abort messages that one rank sends and receives over ``comm``."""
 
     def __init__(self, topology: Topology, comm: Any) -> None:
-        self._mpi = topology.mpi
-        self._comm = comm
+        self._mpi, self._comm = topology.mpi, comm
         self._others = frozenset(range(comm.size)) - {comm.rank}
-        # The text of this rank's own message, or of a message that it passes on; the
-        # point at which this rank left its call; the ranks not notified yet.
-        self._text, self._point = "", _NOWHERE
-        self._untold: set[int] = set()
-        self._turn, self._came = 0, _Came()
-        # Messages of ranks that resumed before this rank, and then left another call.
-        self._ahead = _Came()
         # The call for whose data this rank waits, and the time of its first look after
         # another rank had left this call.
         self._awaited = -1, 0.0
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all messages, because all ranks have left the same call and resume.
+
+        Each rank has sent one message, which has arrived. No rank leaves another call
+        before all ranks have made a call together.
+        """
+        # The text of this rank's own message, or of a message that it passes on; the
+        # point at which this rank left its call; the ranks not notified yet.
+        self._text, self._point, self._untold = "", _NOWHERE, set[int]()
+        # The point and the text of each message received, by the rank that sent it.
+        self._came: dict[int, tuple[_Point, str]] = {}
 
     def tell(self, text: str, point: _Point = _NOWHERE) -> None:
         """Send an abort message to all other ranks, without waiting for them.
@@ -63,8 +65,7 @@ class AbortMessages(Waitable):
 
     def _finish(self) -> None:
         """Send this rank's message to all ranks that it has not notified yet."""
-        data = _HEAD.pack(self._turn, *self._point)
-        data += self._text.encode(errors="replace")
+        data = _HEAD.pack(*self._point) + self._text.encode(errors="replace")
         message = [data[:_MOST_BYTES], self._mpi.BYTE]
         for rank in sorted(self._untold):
             # MPI raises if the rank has died, or if MPI cannot be used any more.
@@ -84,14 +85,10 @@ class AbortMessages(Waitable):
         while comm.Iprobe(tag=_TAG):
             status, buffer = self._mpi.Status(), bytearray(_MOST_BYTES)
             comm.Recv([buffer, self._mpi.BYTE], tag=_TAG, status=status)
-            turn, entered, left = _HEAD.unpack_from(buffer)
+            entered, left = _HEAD.unpack_from(buffer)
             data = buffer[_HEAD.size : status.Get_count(self._mpi.BYTE)]
             told = (entered, left), data.decode(errors="replace")
-            if turn == self._turn or told[0] == _NOWHERE:
-                # Always keep a message without a point: its sender cannot resume.
-                self._came[status.source] = told
-            elif turn > self._turn:
-                self._ahead[status.source] = told
+            self._came[status.source] = told
         for point, text in self._came.values():
             if call is None or self._ends(point[1], call, for_data):
                 if not self._text:
@@ -123,9 +120,3 @@ class AbortMessages(Waitable):
         if any(point == _NOWHERE for point, _ in self._came.values()):
             return []
         return sorted(self._others - self._came.keys())
-
-    def forget(self) -> None:
-        """Forget all messages, because all ranks have left the same call and resume."""
-        self._turn += 1
-        self._text, self._point, self._untold = "", _NOWHERE, set()
-        self._came, self._ahead = self._ahead, _Came()

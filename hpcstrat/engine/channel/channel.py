@@ -76,13 +76,13 @@ class Channel:
         # True if ranks can read each other's arrays, for large calls that move data.
         self.reads_memory = native and may_read_memory(topology, in_worker)
         self.kernel = in_worker if values is None else values.kernel
-        self.state: Any = CallState() if self.kernel is None else self.kernel
+        self.state: Any = self.kernel or CallState()
         self.closed, self.elsewhere, self.notice = False, None, ""
+        self.noticed: dict[int, str] = {}
         active.channels.add(self)
         # The call whose data this rank exchanges now.
         self.exchanging: Call | None = None
         self.position = Position(self.state)
-        self.noticed: dict[int, str] = {}
         self.pending = PendingCalls(self)
         # The `DeviceGroup`, made at the first call with arrays on GPUs.
         self.device_group: Any = None
@@ -96,9 +96,8 @@ class Channel:
         # Headers between workers, which also contain the values of small reductions.
         self.wire: WireHeaders | None = None
         if topology.num_workers > 1:
-            self.wire = WireHeaders(
-                topology, self._comm, self.steps, self.rings, values
-            )
+            made = self._comm, self.steps, self.rings, values
+            self.wire = WireHeaders(topology, *made)
         self.headers: SegmentHeaders | WireHeaders = self.wire or self.steps
         open_channels.append(self)
 
@@ -116,9 +115,7 @@ class Channel:
     def may_repeat(self) -> bool:
         """Return whether the kernel may make calls without Python code.
 
-        The kernel may not make them after a failure, or while there are a notice, a
-        timeline or pending calls. The flag ``attention`` is cleared before these tests,
-        see `Watched`.
+        The flag ``attention`` is cleared before the tests, see `Watched`.
         """
         state, failures = self.state, self.failures
         state.attention = False
@@ -160,20 +157,17 @@ class Channel:
         flags = NOTICE if self.notice else 0
         recorder: Any = active.recorder
         start = recorder and recorder.enter(call.text)
+        mark = self.state.run_fingerprint
         try:
-            mark = self.state.run_fingerprint
             agreed = self.announce(call, mark, flags, timeout_seconds, carried)
         finally:
             if recorder is not None:
-                recorder.agreed(call.text, self._described(call), start)
+                about: dict[str, Any] = {"how": call.how} if call.how else {}
+                about |= {"call": call.text, "bytes": call.nbytes}
+                about |= {"sequence": self.num_calls, "channel": self.arrivals.number}
+                recorder.agreed(call.text, about, start)
         if not agreed or flags:
             self.failures.settle(call, timeout_seconds, carried)
-
-    def _described(self, call: Call) -> dict[str, Any]:
-        """Return the details of a call that timelines record."""
-        about: dict[str, Any] = {"how": call.how} if call.how else {}
-        about |= {"call": call.text, "bytes": call.nbytes, "sequence": self.num_calls}
-        return about | {"channel": self.arrivals.number}
 
     def announce(
         self,
@@ -257,8 +251,8 @@ class Channel:
 
         Not collective. The value of ``as`` is an InterruptibleComm of all replicas.
         After an error inside the block no further call can be made, because the other
-        ranks still wait in this call. Only an EveryRankError, which all ranks raise,
-        allows further calls; it becomes a ValueError.
+        ranks still wait in this call. An EveryRankError becomes a ValueError, after
+        which calls can be made.
         """
         recorder = active.recorder
         if recorder is not None:
@@ -280,10 +274,7 @@ class Channel:
                 recorder.leave_data(call.text)
 
     def interruptible(self, comm: Any) -> InterruptibleComm:
-        """Return an InterruptibleComm of ``comm``: abort messages can end its calls.
-
-        Not collective. Calls with the same ``comm`` return the same object.
-        """
+        """Return the InterruptibleComm of ``comm``; not collective."""
         found = self._interruptible.get(comm.handle)
         if found is None:
             found = InterruptibleComm(comm, self.topology.mpi, self._await)
@@ -359,7 +350,7 @@ class Channel:
         self.waiter.waiting = None
         if self.headers.agreed():
             return ""
-        announcement = Announcement(self._comm.rank, LEFT, "left the program")
+        announcement = Announcement(self.failures.rank, LEFT, "left the program")
         try:
             return str(self.failures.exchange(announcement).error)
         except CollectiveError as error:
@@ -419,26 +410,20 @@ class ClosedChannel:
 
     rings = topology
 
-    def refuse(self, call: Call) -> NoReturn:
+    def refuse(self, call: Call, *_: Any) -> NoReturn:
         """Raise CollectiveError, because the strategy is closed."""
         raise CollectiveError(
             f"expected an open strategy for {call.text}, found one that is closed; "
             "create a new one"
         )
 
-    def agree(self, call: Call, timeout_seconds: float | None = None) -> NoReturn:
-        """Raise CollectiveError, because the strategy is closed."""
-        self.refuse(call)
-
-    def forget_done(self) -> None:
-        """Do nothing, because a closed channel holds no arrays."""
+    agree = refuse
 
     def moving(self, call: Call) -> contextlib.AbstractContextManager[None]:
         """Return a context manager that does nothing."""
         return contextlib.nullcontext()
 
-    def fail(self, what: str, error: BaseException) -> None:
-        """Do nothing, because there are no other ranks to notify."""
+    def fail(self, *_: Any) -> None:
+        """Do nothing: there are no other ranks to notify, and no arrays to release."""
 
-    def leave(self, what: str, error: BaseException, entered: int) -> None:
-        """Do nothing, because there are no other ranks to notify."""
+    leave = forget_done = fail

@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -61,8 +59,7 @@ _REPORT_SECONDS = 2.0
 class Failures:
     """The failures of a channel on one rank; ``comm`` is the channel's communicator.
 
-    The constructor and the methods are collective over ``topology.replica_comm``,
-    unless a method says otherwise.
+    Methods are collective over ``topology.replica_comm``, unless they say otherwise.
     """
 
     # The reason why no call can be made any more; empty if calls can be made.
@@ -75,7 +72,8 @@ class Failures:
         self._channel, self._comm = channel, comm
         self.state = channel.state
         self.broken, self.leaving = "", None
-        self._rank: int = comm.rank
+        # This rank's number in the job, which errors name.
+        self.rank: int = channel.topology.job_ranks[comm.rank]
         # True if ``broken`` was set between two headers: then `resume` may succeed, and
         # `look` does not raise.
         self.between_calls = False
@@ -120,7 +118,7 @@ class Failures:
         Raises LengthsDifferError if only the lengths differ that ranks expect.
         """
         channel = self._channel
-        announcement = Announcement(self._rank, 0, call.text)
+        announcement = Announcement(self.rank, 0, call.text)
         announcement.digest = call.digest ^ call.lengths
         announcement.lengths = call.lengths
         announcement.place = 0 if channel.wire is not None else channel.rings.next
@@ -143,8 +141,7 @@ class Failures:
             self.told_at = channel.num_calls
             raise LengthsDifferError(call)
         if not goes_on:
-            error = error or self._explain(announcements)
-            raise self._conclude(announcements, error).error
+            raise self._conclude(announcements, error or explain(announcements)).error
         channel.agree(call, timeout_seconds, carried)
 
     def fail(
@@ -163,7 +160,7 @@ class Failures:
         if not leaves and getattr(error, _ANNOUNCED, None) == told:
             # All ranks already know of this error, from the call that raised it.
             return None
-        announcement = announce_error(self._rank, what, error)
+        announcement = announce_error(self.rank, what, error)
         agreed = channel.announce(_FAILING, 0, FAILED)
         with contextlib.suppress(Exception):
             setattr(error, _ANNOUNCED, (id(self), channel.num_calls))
@@ -177,7 +174,7 @@ class Failures:
     def exchange(self, announcement: Announcement) -> Failure:
         """Exchange announcements between all ranks; return the resulting failure."""
         announcements = self._gather(announcement)
-        return self._conclude(announcements, self._explain(announcements))
+        return self._conclude(announcements, explain(announcements))
 
     def _gather(self, announcement: Announcement) -> list[Announcement]:
         channel, position = self._channel, self._channel.position
@@ -196,7 +193,8 @@ class Failures:
             # The notice was sent. If a signal handler has set another notice meanwhile,
             # keep the new notice for the next header.
             channel.notice = ""
-        channel.noticed |= {a.rank: a.notice for a in announcements if a.notice}
+        told = {rank: a.notice for rank, a in enumerate(announcements)}
+        channel.noticed |= {rank: text for rank, text in told.items() if text}
         # Keep the step counts, and reset only the fingerprint to them: even if the
         # program catches the error, ranks with different step counts are not at the
         # same point.
@@ -213,22 +211,13 @@ class Failures:
         self.state.run_fingerprint = position.step_fingerprint
         return announcements
 
-    def _explain(self, announcements: Sequence[Announcement]) -> CollectiveError:
-        """Return the error of all ranks; it names their ranks in the job."""
-        names = self._channel.topology.job_ranks
-        return explain([replace(a, rank=names[a.rank]) for a in announcements])
-
     def _conclude(
         self, announcements: list[Announcement], error: CollectiveError
     ) -> Failure:
         """Store and return the failure that ends a call, whose data no rank reads."""
         channel, failure = self._channel, Failure(error, announcements)
         channel.rings.restart()
-        leavers = [
-            self._channel.topology.job_ranks[a.rank]
-            for a in announcements
-            if a.flags & LEFT
-        ]
+        leavers = [a.rank for a in announcements if a.flags & LEFT]
         if leavers:
             self.broken = f"ranks {leavers} have left the program"
         self.leaving = failure if failure.level <= self.depth else None
@@ -371,8 +360,7 @@ class Failures:
         if self.broken:
             return
         self.between_calls = entered is not None
-        rank = self._channel.topology.job_ranks[self._rank]
-        self.broken = f"{what} by {type(error).__name__} on rank {rank}"
+        self.broken = f"{what} by {type(error).__name__} on rank {self.rank}"
         if isinstance(error, CollectiveError):
             # Include the error's message, such as which rank did not arrive in time:
             # the other ranks wait for that rank, too.
@@ -443,8 +431,7 @@ class Section:
     def __init__(
         self, channel: Any, what: str, timeout_seconds: float | None = None
     ) -> None:
-        self._channel = channel
-        self._what = what
+        self._channel, self._what = channel, what
         self._timeout_seconds = timeout_seconds
         self._steps = (0, 0, 0)
 

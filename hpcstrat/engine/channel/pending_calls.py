@@ -151,19 +151,14 @@ class PendingCall:
     def _lose(self, error: BaseException) -> None:
         """End all calls of all ranks, unless the other ranks know of the error."""
         failures = self._channel.failures
-        known = failures.told_at == self._channel.num_calls
         alone = is_inner(error) or not isinstance(error, HpcstratError)
-        if alone and not known:
+        if alone and failures.told_at != self._channel.num_calls:
             failures.interrupted(self.call, error)
 
     def end(self, error: BaseException) -> None:
-        """Let `wait` raise ``error``, because there will be no result.
-
-        For the library's own modules.
-        """
+        """Let `wait` raise ``error``; for the library's own modules."""
         if not self._done:
-            self._error = error
-            self._done = True
+            self._error, self._done = error, True
 
     def _post(self, waits: bool) -> bool:
         del waits
@@ -190,9 +185,10 @@ class PendingCall:
             return False
         if error is not None or not agreed:
             # All ranks reach this point: a FAILED flag, too, makes the headers unequal.
-            told = Announcement(channel.topology.replica_id, 0, call.text)
+            rank = channel.failures.rank
+            told = Announcement(rank, 0, call.text)
             if error is not None:
-                told = announce_error(told.rank, call.text, error)
+                told = announce_error(rank, call.text, error)
             raise channel.failures.exchange(told).error
         self._advance = self._move
         return True
@@ -260,22 +256,19 @@ class PendingCalls(deque[PendingCall]):
         with self.lock:
             outer, self.thread = self.thread, threading.get_ident()
             try:
-                self._drain(last, waits)
+                while self:
+                    first = self[0]
+                    if not first.advance(waits):
+                        break
+                    # An error may have removed calls from this queue.
+                    if self and self[0] is first:
+                        self.popleft()
+                        if active.recorder is not None:
+                            active.recorder.ended(first)
+                    if first is last:
+                        break
             finally:
                 self.thread = outer
-
-    def _drain(self, last: PendingCall | None, waits: bool) -> None:
-        while self:
-            first = self[0]
-            if not first.advance(waits):
-                return
-            # An error may have removed calls from this queue.
-            if self and self[0] is first:
-                self.popleft()
-                if active.recorder is not None:
-                    active.recorder.ended(first)
-            if first is last:
-                return
 
     def num_separate(self) -> int:
         """Return the number of started calls, counting all parts together as one."""
@@ -288,10 +281,8 @@ class PendingCalls(deque[PendingCall]):
             one.end(error)
             self.remove(one)
 
-    # The progress thread, which advances the started calls while the program computes.
-
     def use_thread(self, enter: Callable[[], object]) -> None:
-        """Start a progress thread, which advances the started calls.
+        """Start a progress thread, which advances the started calls meanwhile.
 
         Collective over ``topology.replica_comm``. The thread calls ``enter`` each time
         before it advances calls. Raises TopologyError on every rank if MPI was started
@@ -308,11 +299,9 @@ class PendingCalls(deque[PendingCall]):
             )
         if self._thread is None:
             pause = _SHARED_PAUSE_SECONDS if topology.cores_each < 2 else _PAUSE_SECONDS
+            target, name = self._progress_in_thread, "hpcstrat-progress"
             self._thread = threading.Thread(
-                target=self._progress_in_thread,
-                args=(enter, pause),
-                name="hpcstrat-progress",
-                daemon=True,
+                target=target, args=(enter, pause), name=name, daemon=True
             )
             self._thread.start()
 
