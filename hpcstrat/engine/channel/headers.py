@@ -32,7 +32,7 @@ import platform
 import secrets
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from hpcstrat.engine.channel.waitable import Waitable
@@ -57,19 +57,15 @@ class SegmentHeaders(Waitable):
     """
 
     def __init__(self, topology: Topology, kernel: Any = None) -> None:
-        self._kernel = kernel
+        self._kernel, self._comm = kernel, topology.worker_comm
         # True if the last header ends the sleeps of the ranks that wait for it.
         self.wakes = kernel is not None
+        self.sleep: Callable[[float], None] = time.sleep
         if kernel is not None:
             self.post = kernel.post  # type: ignore[method-assign]
             self.agreed = kernel.agreed  # type: ignore[method-assign]
-            # Sleeps until the last header has arrived, but at most for some seconds.
-            self.sleep: Callable[[float], None] = kernel.sleep
-        else:
-            self.sleep = time.sleep
-        self._comm = topology.worker_comm
-        self._size = self._comm.size
-        self._replicas = topology.worker_replicas
+            self.sleep = kernel.sleep
+        self._size, self._replicas = self._comm.size, topology.worker_replicas
         # Keep only the processes that this rank can look up: not those of other
         # containers, in which process IDs are different.
         told = self._comm.allgather(_process_identity(os.getpid()))
@@ -85,10 +81,8 @@ class SegmentHeaders(Waitable):
         self._owns = [half[start : start + RECORD_BYTES] for half in self._halves]
         # A copy by ``tobytes`` is compared much faster than the memoryview itself.
         self._reads = [half.tobytes for half in self._halves]
-        self._read = self._reads[0]
-        self._wanted = b""
+        self._read, self._wanted, self.tick = self._reads[0], b"", 0
         self._window, self._barrier = _memory_barrier(topology.mpi)
-        self.tick = 0
 
     def post(self, run: int, digest: int, flags: int) -> None:
         """Write this rank's header; does not wait."""
@@ -109,16 +103,13 @@ class SegmentHeaders(Waitable):
             self._barrier()
         return True
 
-    def _records(self, tick: int) -> Iterator[tuple[int, ...]]:
-        """Return the records with number ``tick`` of all ranks, in rank order."""
-        return _RECORD.iter_unpack(self._reads[tick & 1]())
-
     def missing(self) -> list[int]:
         """Return the ranks whose headers have not arrived."""
         tick = self.tick if self._kernel is None else self._kernel.tick
+        records = _RECORD.iter_unpack(self._reads[tick & 1]())
         return [
             self._replicas[rank]
-            for rank, (*header, check) in enumerate(self._records(tick))
+            for rank, (*header, check) in enumerate(records)
             # A half-written header of Python counts as missing.
             if header[0] != tick
             or (self._kernel is None and check != hash(tuple(header)))
@@ -154,8 +145,7 @@ def make_kernel(topology: Topology) -> Any:
     module, kernel = load(), None
     if module is not None and comm.size > 1:
         slot = topology.slot_bytes
-        rings = segment.part_bytes, slot * SLOTS_IN_RING, slot
-        sizes = segment.common_bytes, *rings
+        sizes = segment.common_bytes, segment.part_bytes, slot * SLOTS_IN_RING, slot
         # The kernel refuses memory that is not aligned; an MPI window may be unaligned.
         with contextlib.suppress(ValueError):
             kernel = module.Kernel(segment.buffer, *sizes, comm.rank, comm.size)

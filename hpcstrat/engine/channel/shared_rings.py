@@ -9,9 +9,8 @@ the two steps before: the values of step ``n - 1``, and the results in the place
 step ``n - 2``. The three places do not overlap: sizes are powers of two, and places
 begin at multiples of their size, so that three consecutive places touch at most three
 of the four largest places of a ring. No rank reads an earlier place, because a rank
-arrives at step ``n - 1`` only after its last look at the place of step ``n - 3``.
-
-If four places of a call in the kernel fit into one of the largest size, the call takes
+arrives at step ``n - 1`` only after its last look at the place of step ``n - 3``. If
+four places of a call in the kernel fit into one of the largest size, the call takes
 this one, and uses its four parts in turn, by the same rule.
 """
 
@@ -41,7 +40,7 @@ class SharedRings:
         parts = parts.reshape(comm.size, segment.part_bytes)
         # Size of the largest place, and of a ring, in bytes.
         self.slot_bytes = topology.slot_bytes
-        self.ring_bytes = topology.slot_bytes * SLOTS_IN_RING
+        self.ring_bytes = self.slot_bytes * SLOTS_IN_RING
         self._state = state
         self._bytes = parts[:, : self.ring_bytes]
         self._typed: dict[np.dtype[Any], Array] = {}
@@ -72,8 +71,7 @@ class SharedRings:
     def restart(self) -> None:
         """Begin the next place at the start of the rings; no place may be in use.
 
-        Logically collective over ``topology.worker_comm``. Needed after calls that
-        differed between ranks: their next places may differ, too.
+        Needed after calls that differed between ranks: their next places may differ.
         """
         self._state.next = 0
 
@@ -106,12 +104,7 @@ class SharedRings:
         return rows
 
     def scratch(self, dtype: np.dtype[Any]) -> Array:
-        """Return private memory of this rank, as large as the largest place.
-
-        All callers with the same dtype get the same memory.
-        """
-        kept = self._scratch.get(dtype)
-        if kept is None:
-            kept = np.empty(self.slot_bytes // dtype.itemsize, dtype)
-            self._scratch[dtype] = kept
-        return kept
+        """Return private memory of the size of the largest place, for all callers."""
+        if dtype not in self._scratch:
+            self._scratch[dtype] = np.empty(self.slot_bytes // dtype.itemsize, dtype)
+        return self._scratch[dtype]

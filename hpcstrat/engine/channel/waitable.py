@@ -92,17 +92,11 @@ def exhaust(steps: WaitSteps) -> None:
 
 
 class EveryRankError(Exception):
-    """An error that every rank raises at the same point of an exchange of data.
-
-    `Channel.moving` replaces it by a ValueError.
-    """
+    """An error that every rank raises at the same point; becomes a ValueError."""
 
 
 class LengthsDifferError(Exception):
-    """All ranks have found that the lengths of arrays have changed since the last call.
-
-    They then exchange the lengths, and make the call again.
-    """
+    """The lengths of arrays have changed: all ranks exchange them, and call again."""
 
     def __init__(self, call: Any) -> None:
         super().__init__(f"the lengths of the arrays in {call.text} have changed")

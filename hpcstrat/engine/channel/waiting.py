@@ -3,11 +3,10 @@
 A waiting rank spins for a moment. After that, the rank alternates short sleeps with
 looks, so that MPI progresses, signals are handled, and the death of a process is
 noticed. If it waits for records of its worker's ranks, the last of these records ends
-the sleep, see `hpcstrat.engine.channel.headers.KernelHeaders`. The spin time is
-adapted, because a spinning rank may occupy the core that the awaited rank needs. If
-ranks share cores, a rank sleeps at once if it is woken, and else offers its core to
-other processes after each look. The watchdog's thread reports the late ranks of each
-wait.
+the sleep, see `hpcstrat.engine.channel.headers`. The spin time is adapted, because a
+spinning rank may occupy the core that the awaited rank needs. If ranks share cores, a
+rank sleeps at once if it is woken, and else offers its core to other processes after
+each look. The watchdog's thread reports the late ranks of each wait.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _QUICK_LOOKS = 20
 _LOOKS_BETWEEN_CLOCKS = 10
 # Each look of the kernel takes about 25 ns.
 _KERNEL_LOOKS_PER_SECOND = 4e7
-_MOST_KERNEL_LOOKS = 4000
+_MOST_LOOKS = 4000
 _MOST_SPIN_SECONDS = 0.001
 _LEAST_SPIN_SECONDS = 2e-5
 _SHORTEST_NAP_SECONDS = 2e-5
@@ -146,15 +145,13 @@ class Waiter:
         self._shares_cores = topology.shares_cores
         # Number of times a caller looks before it calls `wait`.
         self.quick_looks = 1 if self._shares_cores else _QUICK_LOOKS
-        state.looks = self._looks_of_kernel()
+        self._set_looks_of_kernel()
 
-    def _looks_of_kernel(self) -> int:
-        if self._on_wire:
-            return 0
+    def _set_looks_of_kernel(self) -> None:
+        looks = min(int(self._spin.seconds * _KERNEL_LOOKS_PER_SECOND), _MOST_LOOKS)
         if self._shares_cores:
-            return self.quick_looks
-        looks = int(self._spin.seconds * _KERNEL_LOOKS_PER_SECOND)
-        return min(looks, _MOST_KERNEL_LOOKS)
+            looks = self.quick_looks
+        self._state.looks = 0 if self._on_wire else looks
 
     def wait(
         self, awaited: Waitable, call: Call, timeout_seconds: float | None = None
@@ -165,12 +162,13 @@ class Waiter:
         ``timeout_seconds`` is None, the limit is ``limit_seconds``. Raises
         CollectiveError if a rank does not arrive in time, or if its process has died.
         """
-        agreed, start = awaited.agreed, time.monotonic()
+        agreed, start, spin = awaited.agreed, time.monotonic(), self._spin.seconds
         traveling = awaited.nbytes / _MOVED_BYTES_PER_SECOND
         if self._on_wire and call.nbytes <= _MOST_TRAVELING_BYTES:
             traveling = max(traveling, call.nbytes / _WIRE_BYTES_PER_SECOND)
-        spin = self._spin.seconds
-        if self._shares_cores and self._is_woken(awaited):
+        # True if the arrival of ``awaited`` ends this rank's sleep.
+        wakes = awaited is self._steps and self._steps.wakes
+        if wakes and self._shares_cores:
             # Leave the core at once. If this rank offered its core after each look, it
             # would lose it to other programs for whole time slices.
             self._steps.sleep(_FIRST_NAP_SECONDS)
@@ -183,39 +181,39 @@ class Waiter:
                     return True
                 if self._shares_cores:
                     os.sched_yield()
-        outer, self.waiting = self.waiting, Waiting(call, start, threading.get_ident())
-        self.waiting.timeout_seconds = timeout_seconds
+        waiting = Waiting(call, start, threading.get_ident())
+        waiting.timeout_seconds = timeout_seconds
+        outer, self.waiting = self.waiting, waiting
         try:
-            return self._nap(awaited, self.waiting)
+            return self._nap(awaited, waiting, wakes)
         finally:
             self.waiting = outer
             self._spin.learn(time.monotonic() - start - traveling)
-            self._state.looks = self._looks_of_kernel()
+            self._set_looks_of_kernel()
 
-    def _nap(self, awaited: Waitable, waiting: Waiting) -> bool:
+    def _nap(self, awaited: Waitable, waiting: Waiting, wakes: bool) -> bool:
         """Wait with sleeps between the looks, so that other processes can run."""
         look_at = waiting.start + self._look_seconds
-        wakes = self._is_woken(awaited)
         share = _WOKEN_NAP_SHARE if wakes else _NAP_SHARE
         sleep: Callable[[float], None] = self._steps.sleep if wakes else time.sleep
-        while True:
-            late = awaited.missing()
-            if not late:
-                return bool(awaited.agreed())
-            self.late = late
-            now = time.monotonic()
+        while late := awaited.missing():
+            self.late, now = late, time.monotonic()
             if now > look_at:
                 look_at = now + self._look_seconds
-                self._check_alive(waiting.call)
+                dead = self._steps.dead()
+                if dead:
+                    raise RankLostError(
+                        f"expected all ranks in {waiting.call.text}, found that the "
+                        f"processes of ranks {dead} have died; look for their last "
+                        "output",
+                        dead,
+                    )
             if now > waiting.start + (waiting.timeout_seconds or self.limit_seconds):
                 self.check_limit(waiting)
             self._look()
             nap = max((now - waiting.start) * share, _SHORTEST_NAP_SECONDS)
             sleep(min(nap, _LONGEST_NAP_SECONDS))
-
-    def _is_woken(self, awaited: Waitable) -> bool:
-        """Return whether the arrival of ``awaited`` ends this rank's sleep."""
-        return awaited is self._steps and self._steps.wakes
+        return bool(awaited.agreed())
 
     def check_limit(self, waiting: Waiting) -> None:
         """Raise CollectiveError if a wait has taken longer than its limit.
@@ -223,33 +221,19 @@ class Waiter:
         If the call has no limit of its own, time for which ranks have announced that
         they are slow does not count.
         """
-        now, limit = time.monotonic(), self.limit_seconds
-        advice = "see what they do, or raise "
+        now, limit, argument = time.monotonic(), self.limit_seconds, "limit_seconds"
         if waiting.timeout_seconds:
-            limit, advice = waiting.timeout_seconds, advice + "timeout_seconds"
+            limit, argument = waiting.timeout_seconds, "timeout_seconds"
         else:
-            advice += "limit_seconds"
             end = waiting.begin(self.slow_until) + limit
             looked = waiting.looked_at >= waiting.last_look(limit, self.slow_until)
             unclear = not looked or now < waiting.held_until
             if now < end or (self.watched and unclear and now < end + _VERDICT_SECONDS):
                 return
         late = list(waiting.late or self.late)
+        some = f"ranks {late}" if late and -1 not in late else "other ranks"
         raise CollectiveError(
             f"expected all ranks in {waiting.call.text} within {limit:g} s, found that "
-            f"{_some(late)} did not come; {advice}",
+            f"{some} did not come; see what they do, or raise {argument}",
             [rank for rank in late if rank >= 0],
         )
-
-    def _check_alive(self, call: Call) -> None:
-        dead = self._steps.dead()
-        if dead:
-            raise RankLostError(
-                f"expected all ranks in {call.text}, found that the processes of ranks "
-                f"{dead} have died; look for their last output",
-                dead,
-            )
-
-
-def _some(late: Sequence[int]) -> str:
-    return f"ranks {list(late)}" if late and -1 not in late else "other ranks"
