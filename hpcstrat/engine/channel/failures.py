@@ -51,6 +51,7 @@ _FAILING = describe_call("failure")
 _MEETING = describe_call("meeting after ranks had made different numbers of steps")
 _RESUMING = describe_call("going on after an interrupt of all ranks")
 _ANNOUNCED = "_hpcstrat_announced"
+_LEAVE = "leave this strategy, and make a new one of the remaining ranks"
 _NAP_SECONDS = 0.002
 # How long a rank that learns of a death waits for the launcher to report the dead rank.
 _REPORT_SECONDS = 2.0
@@ -230,11 +231,10 @@ class Failures:
         return failure
 
     def meet(self) -> None:
-        """Reset the step counts of ranks that have made different numbers of steps.
+        """Reset the step counts, if ranks have made different numbers of steps.
 
-        Collective if an earlier error reported different numbers of steps; if not,
-        nothing is sent. Call it when all ranks are at the same point of the program: in
-        a restore, and when another strategy begins or ends.
+        Call it when all ranks are at the same point of the program: in a restore, and
+        when another strategy begins or ends. Nothing is sent without such an error.
         """
         position = self._channel.position
         position.num_meetings += 1
@@ -277,11 +277,10 @@ class Failures:
             self.break_off(f"{what} was left", error, point)
 
     def loss(self, error: BaseException, what: str) -> RankLostError | None:
-        """Return a RankLostError if ``error`` was caused by the death of a rank.
+        """Return a RankLostError if the death of a rank caused ``error``, else None.
 
-        Returns None for other errors. If there is a loss, no further call can be made,
-        and the waits of the other ranks end, too. ``what`` is the call in which this
-        rank was.
+        After a loss, no further call can be made, and the waits of the other ranks end,
+        too. ``what`` is the call in which this rank was.
         """
         topology, known = self._channel.topology, set[int]()
         comm = self._comm if topology.survives else None
@@ -296,9 +295,7 @@ class Failures:
             if topology.survives:
                 self.wake()
                 known.update(self._reported(bool(known)))
-                advice = (
-                    "leave this strategy, and make a new one of the remaining ranks"
-                )
+                advice = _LEAVE
             ranks = sorted(known)
             who = f"the processes of ranks {ranks} have" if ranks else "a rank has"
             text = f"expected all ranks in {what}, found that {who} died; {advice}"
@@ -313,15 +310,14 @@ class Failures:
         ranks = self.lost.ranks
         return RankLostError(
             f"expected a strategy of living ranks for {what}, found one with the lost "
-            f"ranks {list(ranks)}; leave it, and make a new one of the remaining ranks",
+            f"ranks {list(ranks)}; {_LEAVE}",
             ranks,
         )
 
     def wake(self) -> None:
         """Make every MPI call fail on all ranks, if the topology survives a loss.
 
-        Without this call, a rank that waits for a living rank would not notice the
-        death of another rank, and would wait forever.
+        Otherwise a rank that waits for a living rank would not notice the death.
         """
         if self._channel.topology.survives:
             revoke([self._comm])

@@ -28,25 +28,12 @@ class PendingCall:
     Several calls may be under way, and end in the order of their starts. Every further
     call of the strategy advances them; a blocking call first waits for their end.
 
-    Parameters
-    ----------
-    channel : Channel or None
-        The channel that posts the header; None for a single replica.
-    call : Call
-        The description of the call.
-    steps : WaitSteps
-        The algorithm.
-    result : tree
-        The arrays that contain the result at the end.
-    timeout_seconds : float, optional
-        How long to wait for the headers of late ranks.
-    join : callable, optional
-        Called at the end in each thread that waits for the result; makes the thread's
-        current CUDA stream wait for the result.
-    in_pass : bool
-        Whether this call is part of a larger call, such as a backward pass, which no
-        rank continues once a part has failed. After this failure, parts that have not
-        posted their headers are dropped.
+    Calls that start something return such objects. ``steps`` is the algorithm,
+    ``result`` has the arrays of the result, and ``channel`` is None for a single
+    replica. ``join`` is called at the end in each thread that waits for the result, and
+    makes the thread's current CUDA stream wait for it. If the call is ``in_pass``, it
+    is part of a larger call, such as a backward pass, which no rank continues once a
+    part has failed: parts that have not posted their headers are then dropped.
     """
 
     def __init__(
@@ -60,14 +47,11 @@ class PendingCall:
         join: Callable[[], None] | None = None,
         in_pass: bool = False,
     ) -> None:
-        self.call = call
-        self.in_pass = in_pass
-        self._join = join
+        self.call, self.in_pass = call, in_pass
         # Name in timelines that identifies this call among the started calls.
         self.mark = ""
-        self._channel = channel
-        self._steps = steps
-        self._result = result
+        self._channel, self._steps = channel, steps
+        self._result, self._join = result, join
         self._timeout_seconds = timeout_seconds
         self._run = 0 if channel is None else channel.position.step_fingerprint
         # The next stage of the call: a method that returns whether the stage is done.
