@@ -213,7 +213,7 @@ class _DealtBatches(Iterator[Tree]):
         """
         place, channel = self._place, self.collectives.channel
         outcome, parts = BATCH, []
-        sent: list[Any] | None = None
+        sent = dict[int, Any]()
         if step is not None:
             assert self._pipeline is not None
             self._pipeline.accept()
@@ -223,13 +223,14 @@ class _DealtBatches(Iterator[Tree]):
             outcome = self._pipeline.agree(step, leaders)
             parts = step.parts if outcome == BATCH else []
             # This rank (rank 0 of ``comm``) keeps its own parts.
-            sent, end = [None], place.counts[0]
-            for count in place.counts[1:]:
+            end = place.counts[0]
+            for rank, count in enumerate(place.counts[1:], 1):
                 start, end = end, end + count
-                sent.append((outcome, parts[start:end]))
+                sent[rank] = outcome, parts[start:end]
         if place.comm is not None:
-            came = channel.interruptible(place.comm).scatter(sent, root=0)
-            outcome, parts = came or (outcome, parts[: place.counts[0]])
+            comm = channel.interruptible(place.comm)
+            came = comm.exchange_objects(sent, [0] if step is None else [])
+            outcome, parts = came.get(0, (outcome, parts[: place.counts[0]]))
         return outcome, parts
 
     def _difference(self) -> CollectiveError:

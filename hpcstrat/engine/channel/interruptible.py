@@ -191,19 +191,3 @@ class InterruptibleComm:
         found = {rank: np.empty(size[0], np.uint8) for rank, size in sizes.items()}
         self.exchange(data, found, _TAG)
         return {rank: pickle.loads(array.data) for rank, array in found.items()}
-
-    def sendrecv(self, value: Any, dest: int, source: int) -> Any:
-        """Send an object to ``dest``, and return the object of ``source``.
-
-        Not collective, but ``dest`` and ``source`` must make matching calls.
-        """
-        return self.exchange_objects({dest: value}, [source])[source]
-
-    def scatter(self, values: Sequence[Any] | None, root: int = 0) -> Any:
-        """Return this rank's object from the root's list of objects."""
-        if self.rank != root:
-            return self.exchange_objects({}, [root])[root]
-        assert values is not None
-        others = {rank: v for rank, v in enumerate(values) if rank != root}
-        self.exchange_objects(others, ())
-        return values[root]

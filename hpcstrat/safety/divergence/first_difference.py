@@ -199,14 +199,14 @@ def _first_element(
         step = max(1, _BLOCK_BYTES // rows.shape[1])
         starts = range(0, len(rows), step)
         own = [_digest(rows[start : start + step]) for start in starts]
-        other = comm.sendrecv(own, dest=peer, source=peer)
+        [other] = comm.exchange_objects({peer: own}, [peer]).values()
         start = next(s for s, a, b in zip(starts, own, other, strict=True) if a != b)
         block = np.ascontiguousarray(rows[start : start + step])
-        received = comm.sendrecv(block, dest=peer, source=peer)
+        [received] = comm.exchange_objects({peer: block}, [peer]).values()
         row = start + int(np.flatnonzero((block != received).any(axis=1))[0])
         index = row // (len(rows) // array.size)
         element = to_host(array.reshape(-1)[index : index + 1])
-        texts = comm.sendrecv(_text(element), dest=peer, source=peer)
+        [texts] = comm.exchange_objects({peer: _text(element)}, [peer]).values()
         if comm.rank == reference:
             found = index, _distinct(_text(element), texts)
     located: tuple[int, tuple[str, str]] = comm.bcast(found, root=reference)
