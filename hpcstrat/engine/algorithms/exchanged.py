@@ -110,12 +110,10 @@ def reduce_run(
         values = source[start:stop].view(total.dtype)
         yield from sum_over(values, total, comm, work.divisor, work.function)
         return
-    room = comm.take_room(run.size * run.dtype.itemsize)
-    total = room.view(run.dtype)
+    total = comm.empty((run.size,), run.dtype)
     fill(run, work.sources, total)
     yield from sum_over(total, total, comm, work.divisor, work.function)
     drain(run, work.results, total)
-    comm.give_room(room)
 
 
 def exchanges(nbytes: int, size: int) -> bool:
@@ -164,8 +162,7 @@ def exchanged_sum(
         return
     spans, others = _parts(total.size, comm)
     own = total[spans[me]]
-    room = comm.take_room((size - 1) * -(-total.size // size) * total.dtype.itemsize)
-    rows = room.view(total.dtype)
+    rows = comm.empty(((size - 1) * -(-total.size // size),), total.dtype)
     came = {rank: rows[i * own.size :][: own.size] for i, rank in enumerate(others)}
     yield comm.start(
         {rank: _octets(values[spans[rank]]) for rank in others},
@@ -176,7 +173,8 @@ def exchanged_sum(
     # Partial sums overwrite a received part, which is the third argument.
     add_in_order(terms, own, terms[1 if me == 0 else 0], function)
     divide(own, divisor)
-    comm.give_room(room)
+    # Other sums may use this memory now.
+    del rows, came, terms
     yield comm.start(
         dict.fromkeys(others, _octets(own)),
         {rank: _octets(total[spans[rank]]) for rank in others},

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.engine.arrays.recycling import Recycler
 from hpcstrat.engine.channel.waitable import Exchange, Message, Waitable
 
 __all__ = ["EAGER_BYTES", "PIECE_BYTES", "InterruptibleComm"]
@@ -31,8 +32,7 @@ and this answer waits in the queue behind the data of other messages.
 _MOST_MESSAGE_BYTES = 64 << 20
 _MOST_GATHERED_BYTES = 1 << 30
 _TAG = 13
-# Buffers are kept for at most this many different sizes.
-_MOST_SIZES = 8
+_RECYCLED_BYTES = 32 << 20
 
 
 class InterruptibleComm:
@@ -45,8 +45,8 @@ class InterruptibleComm:
         self._comm, self.mpi, self._wait = comm, mpi, wait
         self.rank: int = comm.rank
         self.size: int = comm.size
-        # Free receive buffers that can be reused, by size.
-        self._rooms: dict[int, list[Any]] = {}
+        # Returns an uninitialized array, in memory that is reused when it is dropped.
+        self.empty = Recycler(_RECYCLED_BYTES).empty
 
     def finish(self, messages: Iterable[Exchange]) -> None:
         """Wait for MPI calls, each of which is made after the one before has ended."""
@@ -118,17 +118,6 @@ class InterruptibleComm:
     ) -> None:
         """Exchange flat arrays of any dtype, and wait for the data; not collective."""
         self._wait(self.exchanging(sent, received, tag))
-
-    def take_room(self, nbytes: int) -> Any:
-        """Return a buffer that is only the caller's until it calls `give_room`."""
-        free = self._rooms.get(nbytes)
-        return free.pop() if free else np.empty(nbytes, np.uint8)
-
-    def give_room(self, room: Any) -> None:
-        """Return a buffer of `take_room`, so that later calls can reuse it."""
-        if room.nbytes not in self._rooms and len(self._rooms) >= _MOST_SIZES:
-            self._rooms.clear()
-        self._rooms.setdefault(room.nbytes, []).append(room)
 
     def gathering(self, whole: Any, sizes: Sequence[int]) -> Iterator[Message]:
         """Send this rank's part of a uint8 array to all ranks, and receive their parts.

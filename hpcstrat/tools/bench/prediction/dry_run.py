@@ -320,11 +320,8 @@ class _Comm:
         channel.under_way.append(messages)
         return messages
 
-    def take_room(self, nbytes: int) -> Phantom:
-        return Phantom(nbytes, np.dtype(np.uint8), self._channel.traffic)
-
-    def give_room(self, room: Any) -> None:
-        del room
+    def empty(self, shape: tuple[int], dtype: np.dtype[Any]) -> Phantom:
+        return Phantom(shape[0], dtype, self._channel.traffic)
 
 
 def _sizes(arrays: Mapping[int, Any]) -> tuple[tuple[int, int], ...]:
