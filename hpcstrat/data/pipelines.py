@@ -291,8 +291,8 @@ class Pipeline:
         if most < _GIVES or least == _STOPPED:
             return FINISHED
         if least == _ENDED and leaders is not None:
-            forms = leaders.gathered(self._form)
-            self._form = next((bytes(form) for form in forms if len(form)), b"")
+            forms = leaders.allgather(self._form)
+            self._form = next(filter(None, forms), b"")
         if least != _GIVES:
             # Scalars cannot have zero rows, so the iteration ends.
             if not self._form:

@@ -19,11 +19,7 @@ from hpcstrat.engine.channel.call_state import CallState, Position, Watched
 from hpcstrat.engine.channel.disagreement import LEFT, NOTICE, Announcement
 from hpcstrat.engine.channel.entries import open_channels
 from hpcstrat.engine.channel.failures import Failures
-from hpcstrat.engine.channel.headers import (
-    SegmentHeaders,
-    make_kernel,
-    may_read_memory,
-)
+from hpcstrat.engine.channel.headers import SegmentHeaders, make_kernel
 from hpcstrat.engine.channel.interruptible import InterruptibleComm
 from hpcstrat.engine.channel.pending_calls import PendingCalls
 from hpcstrat.engine.channel.shared_rings import SharedRings
@@ -71,10 +67,12 @@ class Channel:
         self.topology = topology
         # The compiled kernel that sums in this worker's memory, or None if some rank
         # does not have it. The kernel also holds the state of the calls.
-        in_worker = make_kernel(topology) if native else None
-        values = make_worker_values(topology) if native else None
+        in_worker, values = None, None
         # True if ranks can read each other's arrays, for large calls that move data.
-        self.reads_memory = native and may_read_memory(topology, in_worker)
+        self.reads_memory = False
+        if native:
+            in_worker, self.reads_memory = make_kernel(topology)
+            values = make_worker_values(topology)
         self.kernel = in_worker if values is None else values.kernel
         self.state: Any = self.kernel or CallState()
         self.closed, self.elsewhere, self.notice = False, None, ""
@@ -149,10 +147,9 @@ class Channel:
     ) -> None:
         """Post a header, and return once every rank has posted the same header.
 
-        ``timeout_seconds`` is the limit of the wait for late ranks. The values
-        ``carried`` are sent in the header between workers. Raises CollectiveError on
-        every rank if a rank announced another call or left the program. If a rank
-        reported an error, all ranks without their own error raise ReplicaError.
+        Raises CollectiveError on every rank if a rank announced another call or left
+        the program. If a rank reported an error, all ranks without their own error
+        raise ReplicaError. The values ``carried`` are sent in the header.
         """
         flags = NOTICE if self.notice else 0
         recorder: Any = active.recorder
@@ -202,8 +199,8 @@ class Channel:
     ) -> None:
         """Post the header of a call, with flags; does not wait.
 
-        ``run`` is the position's ``step_fingerprint``, or for a blocking call its
-        ``run_fingerprint``. The values ``carried`` are sent in the header.
+        ``run`` is the position's ``step_fingerprint``, or for a blocking call the
+        state's ``run_fingerprint``.
         """
         self.state.num_calls += 1
         if self.wire is None:
@@ -215,10 +212,7 @@ class Channel:
             self.wire.post(self.num_calls, run, call.digest, flags, carried)
 
     def poll_header(self, call: Call) -> bool | None:
-        """Return whether all ranks' headers are equal; None while some are missing.
-
-        Not collective; does not wait.
-        """
+        """Return whether all ranks' headers are equal; None while some are missing."""
         headers = self.headers
         if not headers.agreed() and headers.missing():
             self.failures.look()
@@ -251,8 +245,7 @@ class Channel:
 
         Not collective. The value of ``as`` is an InterruptibleComm of all replicas.
         After an error inside the block no further call can be made, because the other
-        ranks still wait in this call. An EveryRankError becomes a ValueError, after
-        which calls can be made.
+        ranks still wait in this call, unless it is an EveryRankError.
         """
         recorder = active.recorder
         if recorder is not None:
@@ -287,8 +280,7 @@ class Channel:
     def step(self, call: Call) -> Waitable:
         """Notify this worker's ranks that this rank has reached a call's next step.
 
-        Collective over ``topology.worker_comm``. Returns a `Waitable` that waits until
-        all ranks of the worker have arrived at this step.
+        Collective over ``topology.worker_comm``. Returns what to wait for.
         """
         self.steps.post(0, call.digest ^ self.rings.next, 0)
         self.topology.moves += 1
@@ -336,9 +328,8 @@ class Channel:
     def poll_leave(self) -> str | None:
         """Return a text on ranks that made another call instead of leaving the program.
 
-        Returns "" if all ranks leave, and None while headers of ranks are missing. Not
-        collective if the ranks' headers are equal; if they differ, collective over
-        ``replica_comm``. Raises CollectiveError if ranks do not arrive in time.
+        Returns "" if all ranks leave, and None while headers of ranks are missing.
+        Raises CollectiveError if ranks do not arrive in time.
         """
         late, waiting = self.headers.missing(), self.waiter.waiting
         if late:

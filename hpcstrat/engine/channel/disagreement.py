@@ -30,14 +30,6 @@ FAILED = 2
 # Only in headers: the rank has a notice, and continues, see `Channel.notice`.
 NOTICE = 4
 
-# Built-in exceptions that can be constructed from a message alone.
-_COMBINABLE = (
-    *(ArithmeticError, AssertionError, AttributeError, FileNotFoundError),
-    *(FloatingPointError, IndexError, KeyError, LookupError, MemoryError),
-    *(NotImplementedError, OSError, OverflowError, PermissionError, RuntimeError),
-    *(TypeError, ValueError, ZeroDivisionError),
-)
-
 
 @dataclass(slots=True)
 class Announcement:
@@ -78,10 +70,7 @@ class Announcement:
 
 
 def announce_error(rank: int, what: str, error: BaseException) -> Announcement:
-    """Return the announcement of a rank that failed.
-
-    It has only text and numbers, because other ranks may lack the error's class.
-    """
+    """Return the announcement of a rank that failed, which contains no object."""
     try:
         reason = f"{type(error).__name__}: {error}"
     except Exception:
@@ -184,8 +173,7 @@ def advice_on_lengths(calls: Iterable[str]) -> str:
 class Failure:
     """A failure of ranks, or a difference between their calls, as all ranks know it.
 
-    ``error`` is raised on ranks that have no error of their own. ``announcements`` has
-    the announcement of every rank, in rank order.
+    ``error`` is raised on ranks that have no error of their own.
     """
 
     def __init__(
@@ -209,9 +197,8 @@ class Failure:
     def instead_of(self, error: BaseException | None) -> BaseException:
         """Return the error that this rank raises, given its own ``error`` or None.
 
-        The own ``error`` is returned if it has the class of the first failed rank's
-        error, so that one ``except`` clause catches the errors of all ranks; if not,
-        the failure's error is returned.
+        That is its own error if it has the class of the first failed rank's error, so
+        that one ``except`` clause catches the errors of all ranks.
         """
         if error is None:
             return self.error
@@ -228,11 +215,7 @@ class Failure:
 
 
 def _common_class(names: Sequence[str]) -> tuple[Any, type[ReplicaError]]:
-    """Return an error class for all ranks, and its combination with ReplicaError.
-
-    The first result is the first of the classes ``names`` that `_combined` accepts, or
-    None. The second is a subclass of this class and of ReplicaError, or ReplicaError.
-    """
+    """Return the first class that `_combined` accepts, or None; and the combination."""
     for name in names:
         module, _, path = name.partition(":")
         found: Any = sys.modules.get(module)
@@ -249,20 +232,23 @@ def _combined(kind: Any) -> type[ReplicaError] | None:
     """Return a subclass of ReplicaError and of an error's class; None if impossible."""
     if kind in (Exception, HpcstratError) or not issubclass(kind, Exception):
         return None
+    # The first two end loops; tracebacks of the third do not show its message.
+    if issubclass(kind, (StopIteration, StopAsyncIteration, SyntaxError)):
+        return None
     if issubclass(ReplicaError, kind) and issubclass(kind, RuntimeError):
         return ReplicaError
     for base in kind.__mro__:
-        if base in _COMBINABLE or base in (Exception, HpcstratError):
-            break
         # A class with one of these methods may need other arguments than a message.
-        if {"__init__", "__new__", "__str__"} & vars(base).keys():
-            return None
-        if base.__module__ == "builtins":
+        own = {"__init__", "__new__", "__str__"} & vars(base).keys()
+        if own and base.__module__ != "builtins":
             return None
     try:
-        return type("ReplicaError", (ReplicaError, kind), {"__doc__": kind.__doc__})
+        made = type("ReplicaError", (ReplicaError, kind), {"__doc__": kind.__doc__})
+        made("a message")
     except TypeError:
+        # The two classes, or a message and a built-in class, do not fit each other.
         return None
+    return made
 
 
 def _ranks(announcements: Sequence[Announcement]) -> str:

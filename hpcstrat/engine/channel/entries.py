@@ -9,10 +9,9 @@ differ between ranks.
 
 A signal handler or a finalizer may run in the middle of a call, and make a call itself.
 This inner call is refused on its rank, before it changes anything, so that the outer
-call continues. Python cannot tell such functions from other functions of the program
-that the library calls inside of a call, and which may make calls, such as methods of a
-program's own strategy. So `interrupted_call` examines the stack, but only if this
-thread is in a call already.
+call continues. The library also calls functions of the program inside of a call, which
+may make calls, such as methods of a program's own strategy. To tell these from the
+others, `interrupted_call` examines the stack, if this thread is in a call already.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ _NAP_SECONDS = 1e-3
 _CHANNEL = os.path.dirname(__file__)
 _ENGINE = os.path.dirname(_CHANNEL)
 _PACKAGE = os.path.dirname(_ENGINE) + os.sep
-# Modules that post headers, wait and exchange data. They never call functions of the
-# program, and no function that they call makes a call of its own.
+# Modules that never call functions of the program, nor functions that make calls.
 _EXCHANGING = (_CHANNEL + os.sep, os.path.join(_ENGINE, "algorithms", ""))
 _INNER = "_hpcstrat_inner"
 
@@ -118,7 +116,7 @@ def _name(what: str, function: Callable[..., Any], args: Any, named: Any) -> Any
 def refuse_inner(what: str) -> None:
     """Raise CollectiveError if ``what`` is called by a function that interrupts a call.
 
-    Not collective. The other ranks do not learn of the error.
+    The other ranks do not learn of the error.
     """
     outer = interrupted_call(2)
     if outer:
@@ -140,7 +138,7 @@ def is_inner(error: BaseException) -> bool:
 def interrupted_call(depth: int = 1) -> str:
     """Return the name of the call that a function interrupts, or "" if there is none.
 
-    The function is ``depth`` levels above the caller of `interrupted_call`.
+    The function is ``depth`` levels above the caller.
     """
     thread = get_ident()
     for channel in list(open_channels):

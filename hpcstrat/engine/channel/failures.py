@@ -113,10 +113,9 @@ class Failures:
     ) -> None:
         """Raise the error that explains how the ranks' headers differ.
 
-        In two cases all ranks instead post the header of the call once more: if headers
-        differ only because ranks have notices, or if only the fingerprints of the
-        variables' copies differ and a comparison finds that the copies are equal.
-        Raises LengthsDifferError if only the lengths differ that ranks expect.
+        All ranks instead post the header once more if headers differ only because ranks
+        have notices, or because of fingerprints of copies that a comparison finds to be
+        equal. Raises LengthsDifferError if only the lengths differ that ranks expect.
         """
         channel = self._channel
         announcement = Announcement(self.rank, 0, call.text)
@@ -125,19 +124,19 @@ class Failures:
         announcement.place = 0 if channel.wire is not None else channel.rings.next
         announcement.run_fingerprint = channel.state.run_fingerprint
         announcements = self._gather(announcement)
-        error, check = None, channel.position.copy_check
         found = differing(announcements)
-        lengths = found is not None and "lengths" in found
         # If the lengths differ, the places may differ, too.
-        same = found is not None and (lengths or "place" not in found)
+        if found is None or ("place" in found and "lengths" not in found):
+            raise self._conclude(announcements, explain(announcements)).error
         # A notice sets a flag in the header; this flag may be the only difference.
-        goes_on = same and any(a.notice for a in announcements)
-        if same and "run_fingerprint" in (found or ()):
+        error, goes_on = None, any(a.notice for a in announcements)
+        if "run_fingerprint" in found:
+            check = channel.position.copy_check
             if check is not None:
                 with channel.moving(call):
                     error = check.difference(channel.interruptible(self._comm))
             goes_on = check is not None and error is None
-        if lengths and error is None:
+        if "lengths" in found and error is None:
             channel.rings.restart()
             self.told_at = channel.num_calls
             raise LengthsDifferError(call)
@@ -150,9 +149,9 @@ class Failures:
     ) -> Failure | None:
         """Notify the other ranks of this rank's failure; the caller raises ``error``.
 
-        The report is a header that is compared with the other ranks' next header. This
-        rank leaves a section if ``leaves`` is true; if not, it leaves only a call.
-        Returns the failure as all ranks know it, or None if nothing was sent.
+        The report is a header that is compared with the other ranks' next header. If
+        ``leaves`` is true, this rank leaves a section, not only a call. Returns the
+        failure as all ranks know it, or None if nothing was sent.
         """
         channel = self._channel
         if self.broken or channel.closed:
@@ -196,13 +195,11 @@ class Failures:
             channel.notice = ""
         told = {rank: a.notice for rank, a in enumerate(announcements)}
         channel.noticed |= {rank: text for rank, text in told.items() if text}
-        # Keep the step counts, and reset only the fingerprint to them: even if the
-        # program catches the error, ranks with different step counts are not at the
-        # same point.
+        # Keep the step counts, and reset only the fingerprint to them: ranks with
+        # different counts are not at the same point, even after a caught error.
         if len({(a.flags, a.text) for a in announcements}) > 1:
-            # The ranks were in different calls, and may continue after the error. If
-            # some ranks were in a backward pass, count this pass on the other ranks,
-            # too, so that the next backward passes of all ranks match.
+            # The ranks were in different calls, and may continue after the error. Count
+            # a backward pass of some ranks on all, so that their next passes match.
             most = max(a.steps[2] for a in announcements)
             for one in announcements:
                 one.steps = (*one.steps[:2], most)
@@ -231,10 +228,10 @@ class Failures:
         return failure
 
     def meet(self) -> None:
-        """Reset the step counts, if ranks have made different numbers of steps.
+        """Reset the step counts if an error has found that ranks differ in them.
 
         Call it when all ranks are at the same point of the program: in a restore, and
-        when another strategy begins or ends. Nothing is sent without such an error.
+        when another strategy begins or ends.
         """
         position = self._channel.position
         position.num_meetings += 1
@@ -350,8 +347,7 @@ class Failures:
     ) -> None:
         """End all calls of this rank, and send abort messages; does not wait.
 
-        If the rank is between two headers, ``entered`` is the ``num_calls`` at the
-        beginning of the entry that the error has left.
+        Between two headers, ``entered`` is the ``num_calls`` when the entry began.
         """
         if self.broken:
             return
@@ -383,9 +379,8 @@ class Failures:
     def resume(self, what: str) -> bool:
         """Continue if all ranks have left the same call at the same point.
 
-        Returns whether calls are possible again. Collective if this rank has left a
-        call between two headers. ``what`` names the next call, which must not have
-        copied data into the rings yet.
+        Returns whether calls are possible again. ``what`` names the next call, which
+        must not have copied data into the rings yet.
         """
         if not self.between_calls:
             return False
@@ -414,12 +409,10 @@ class Failures:
 
 
 class Section:
-    """A context manager that all ranks leave together.
+    """A context manager that all ranks leave together; the exit is collective.
 
-    The exit is collective over ``topology.replica_comm``, and waits for late ranks up
-    to ``timeout_seconds``. An exception that is not an ``Exception``, such as
-    KeyboardInterrupt, is not reported to the other ranks, because it is meant to end
-    the program.
+    An exception that is not an ``Exception``, such as KeyboardInterrupt, is not
+    reported to the other ranks, because it is meant to end the program.
     """
 
     __slots__ = ("_channel", "_steps", "_timeout_seconds", "_what")

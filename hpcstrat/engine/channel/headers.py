@@ -40,7 +40,7 @@ from hpcstrat.engine.native import load
 from hpcstrat.engine.topology.process_stat import START, STATE, process_stat
 from hpcstrat.engine.topology.topology import RECORD_BYTES, SLOTS_IN_RING, Topology
 
-__all__ = ["SegmentHeaders", "make_kernel", "may_read_memory"]
+__all__ = ["SegmentHeaders", "make_kernel"]
 
 _TOKEN_BYTES = 16
 # The start time of a process that cannot be looked up at the moment.
@@ -136,39 +136,31 @@ class SegmentHeaders(Waitable):
             self._window = None
 
 
-def make_kernel(topology: Topology) -> Any:
+def make_kernel(topology: Topology) -> tuple[Any, bool]:
     """Return a kernel for this worker's segment; None unless all its ranks have one.
 
-    Collective over ``topology.worker_comm``.
+    Collective over ``topology.worker_comm``. Also returns whether all ranks of the
+    worker can read each other's memory. Each rank tries it, because an operating system
+    may forbid it, for example in containers. In a container, a process ID may also
+    belong to another process: therefore ranks compare random bytes.
     """
     comm, segment = topology.worker_comm, topology.segment
-    module, kernel = load(), None
+    module, kernel, own = load(), None, None
     if module is not None and comm.size > 1:
         slot = topology.slot_bytes
         sizes = segment.common_bytes, segment.part_bytes, slot * SLOTS_IN_RING, slot
         # The kernel refuses memory that is not aligned; an MPI window may be unaligned.
         with contextlib.suppress(ValueError):
             kernel = module.Kernel(segment.buffer, *sizes, comm.rank, comm.size)
-    everywhere = all(comm.allgather(kernel is not None))
-    if kernel is not None and not everywhere:
-        kernel.close()
-    return kernel if everywhere else None
-
-
-def may_read_memory(topology: Topology, kernel: Any) -> bool:
-    """Return whether all ranks of this worker can read each other's memory.
-
-    Collective over ``topology.worker_comm``. Each rank tries it, because an operating
-    system may forbid it, for example in containers. In a container, a process ID may
-    also belong to another process: therefore ranks compare random bytes.
-    """
-    comm, token = topology.worker_comm, secrets.token_bytes(_TOKEN_BYTES)
-    own = os.getpid(), 0 if kernel is None else kernel.offer(token), token
+            token = secrets.token_bytes(_TOKEN_BYTES)
+            own = os.getpid(), kernel.offer(token), token
     told = comm.allgather(own)
-    reads = [
-        kernel is not None and kernel.reads(rank, *one) for rank, one in enumerate(told)
-    ]
-    return all(comm.allgather(all(reads)))
+    if kernel is None or None in told:
+        if kernel is not None:
+            kernel.close()
+        return None, False
+    reads = all(kernel.reads(rank, *one) for rank, one in enumerate(told))
+    return kernel, all(comm.allgather(reads))
 
 
 def _memory_barrier(

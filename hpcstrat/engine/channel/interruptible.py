@@ -144,30 +144,20 @@ class InterruptibleComm:
             piece = data[start : start + _MOST_GATHERED_BYTES]
             yield Message(self._comm.Ibcast, piece, root, nbytes=piece.nbytes)
 
-    def gathered(self, data: bytes) -> list[memoryview]:
-        """Return the bytes of all ranks, in rank order."""
-        own, sizes = np.array([len(data)]), np.empty(self.size, np.int64)
+    def allgather(self, value: Any) -> list[Any]:
+        """Return the objects of all ranks, which must be small, in rank order."""
+        data = np.frombuffer(pickle.dumps(value, 5), np.uint8)
+        own, sizes = np.array([data.size]), np.empty(self.size, np.int64)
         self._wait(Message(self._comm.Iallgather, own, sizes))
         whole = np.empty(sizes.sum(), np.uint8)
         parts = np.split(whole, np.cumsum(sizes)[:-1])
-        parts[self.rank][...] = np.frombuffer(data, np.uint8)
+        parts[self.rank][...] = data
         self.Allgatherv(whole, sizes.tolist())
-        return [part.data for part in parts]
-
-    def allgather(self, value: Any) -> list[Any]:
-        """Return the objects of all ranks, in rank order."""
-        return [pickle.loads(part) for part in self.gathered(pickle.dumps(value, 5))]
+        return [pickle.loads(part.data) for part in parts]
 
     def bcast(self, value: Any, root: int = 0) -> Any:
-        """Return the root's object on all ranks."""
-        sends = self.rank == root
-        data: Any = np.frombuffer(pickle.dumps(value, 5) if sends else b"", np.uint8)
-        size = np.array([data.size])
-        self.Bcast(size, root)
-        if not sends:
-            data = np.empty(int(size[0]), np.uint8)
-        self.Bcast(data, root)
-        return value if sends else pickle.loads(data.data)
+        """Return a copy of the root's object, which must be small, on all ranks."""
+        return self.allgather(value if self.rank == root else None)[root]
 
     def exchange_objects(
         self, sent: Mapping[int, Any], sources: Iterable[int]

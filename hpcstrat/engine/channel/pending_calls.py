@@ -28,12 +28,25 @@ class PendingCall:
     Several calls may be under way, and end in the order of their starts. Every further
     call of the strategy advances them; a blocking call first waits for their end.
 
-    Calls that start something return such objects. ``steps`` is the algorithm,
-    ``result`` has the arrays of the result, and ``channel`` is None for a single
-    replica. ``join`` is called at the end in each thread that waits for the result, and
-    makes the thread's current CUDA stream wait for it. If the call is ``in_pass``, it
-    is part of a larger call, such as a backward pass, which no rank continues once a
-    part has failed: parts that have not posted their headers are then dropped.
+    Parameters
+    ----------
+    channel : Channel or None
+        The channel that posts the header; None for a single replica.
+    call : Call
+        The description of the call.
+    steps : WaitSteps
+        The algorithm.
+    result : tree
+        The arrays that contain the result at the end.
+    timeout_seconds : float, optional
+        How long to wait for the headers of late ranks.
+    join : callable, optional
+        Called at the end in each thread that waits for the result; makes the thread's
+        current CUDA stream wait for the result.
+    in_pass : bool
+        Whether this call is part of a larger call, such as a backward pass, which no
+        rank continues once a part has failed. After this failure, parts that have not
+        posted their headers are dropped.
     """
 
     def __init__(
@@ -199,7 +212,9 @@ class PendingCall:
 class PendingCalls(deque[PendingCall]):
     """The started calls of a channel that have not ended, in the order of their starts.
 
-    A deque, so that every call of the channel can test quickly for started calls.
+    This is a deque, so that every call can test quickly for started calls. A progress
+    thread may advance them while the program computes. Meanwhile the main thread
+    exchanges no data of its own, because each call first ends the started calls.
     """
 
     def __init__(self, channel: Any) -> None:
@@ -213,10 +228,7 @@ class PendingCalls(deque[PendingCall]):
         self.thread = 0
 
     def start(self, started: PendingCall) -> None:
-        """Add a started call, which every later call of the channel advances.
-
-        Collective over ``topology.replica_comm``; does not wait.
-        """
+        """Add a started call, which every later call of the channel advances."""
         self._channel.failures.refuse(started.call)
         if active.recorder is not None:
             active.recorder.started(started)
@@ -266,11 +278,10 @@ class PendingCalls(deque[PendingCall]):
             self.remove(one)
 
     def use_thread(self, enter: Callable[[], object]) -> None:
-        """Start a progress thread, which advances the started calls meanwhile.
+        """Start a progress thread, unless there is one; collective over the replicas.
 
-        Collective over ``topology.replica_comm``. The thread calls ``enter`` each time
-        before it advances calls. Raises TopologyError on every rank if MPI was started
-        without THREAD_MULTIPLE on any rank. A second call starts no other thread.
+        The thread calls ``enter`` each time before it advances calls. Raises
+        TopologyError on every rank if a rank's MPI lacks THREAD_MULTIPLE.
         """
         self._channel.agree(describe_call("use of a progress thread"))
         topology = self._channel.topology
@@ -290,11 +301,7 @@ class PendingCalls(deque[PendingCall]):
             self._thread.start()
 
     def _progress_in_thread(self, enter: Callable[[], object], pause: float) -> None:
-        """Advance started calls in a loop; make no MPI calls while there are none.
-
-        Meanwhile the main thread exchanges no data of its own, because each call of the
-        strategy first ends the started calls.
-        """
+        """Advance started calls in a loop; make no MPI calls while there are none."""
         nap = threading.Event()
         while not self._ends:
             self._started.wait()

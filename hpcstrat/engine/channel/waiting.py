@@ -56,11 +56,11 @@ _VERDICT_SECONDS = 10.0
 
 
 class Spin:
-    """The time for which a rank spins before its first sleep.
+    """The time for which a rank spins before its first sleep, adapted to its waits.
 
-    The time is adapted like the halt polling of the Linux kernel's KVM
-    (https://docs.kernel.org/virt/kvm/halt-polling.html): it grows after a wait that a
-    longer spin would have covered, and shrinks after a wait longer than any spin.
+    As in the halt polling of Linux's KVM, it grows after a wait that a longer
+    spin would have covered, and shrinks after a wait longer than any spin
+    (https://docs.kernel.org/virt/kvm/halt-polling.html).
     """
 
     __slots__ = ("seconds",)
@@ -99,8 +99,7 @@ class Waiting:
     def begin(self, slow_until: float = -math.inf) -> float:
         """Return the time from which warnings and limits are counted.
 
-        The latest of: the start of the wait, and the times until which late ranks and
-        the waiting rank (``slow_until``) have announced that they are slow.
+        Time for which late ranks, and the waiting rank, are slow does not count.
         """
         return max(self.start, self.patient_until, slow_until)
 
@@ -114,8 +113,7 @@ class Waiter:
     """The object by which a channel waits for other ranks.
 
     ``look`` drives MPI's progress, and raises if another rank has ended all calls.
-    ``steps`` finds dead processes of this worker, and ``state.looks`` sets how often
-    the kernel looks before it returns.
+    ``state.looks`` sets how often the kernel looks before it returns.
     """
 
     def __init__(
@@ -158,9 +156,8 @@ class Waiter:
     ) -> bool:
         """Wait for other ranks, and return whether all have announced the same call.
 
-        Collective over ``topology.replica_comm``, or over the awaited ranks. If
-        ``timeout_seconds`` is None, the limit is ``limit_seconds``. Raises
-        CollectiveError if a rank does not arrive in time, or if its process has died.
+        Collective over the awaited ranks. Raises CollectiveError if a rank does not
+        arrive within the limit, or if its process has died.
         """
         agreed, start, spin = awaited.agreed, time.monotonic(), self._spin.seconds
         traveling = awaited.nbytes / _MOVED_BYTES_PER_SECOND

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import traceback
 from contextlib import contextmanager
 from typing import Any
 
@@ -138,6 +139,7 @@ BUILTINS = [
     *(ImportError, AttributeError, StopIteration, UnicodeDecodeError, SyntaxError),
     *(UnicodeEncodeError, ExceptionGroup, MemoryError, RecursionError, TimeoutError),
     *(AssertionError, NotImplementedError, EOFError, NameError, Exception),
+    *(IndentationError, StopAsyncIteration, BlockingIOError, KeyboardInterrupt),
 ]
 
 
@@ -153,8 +155,11 @@ def test_errors_of_other_replicas_keep_all_their_text(kind: Any) -> None:
     assert isinstance(error, ReplicaError)
     assert error.ranks == (1,)
     assert "rank 1 failed in run: the reason" in str(error)
+    shown = "".join(traceback.format_exception(error))
+    assert "rank 1 failed in run: the reason" in shown
+    assert not isinstance(error, (StopIteration, StopAsyncIteration))
 
 
-@pytest.mark.parametrize("kind", [ValueError, TypeError, NotImplementedError])
+@pytest.mark.parametrize("kind", [ValueError, TypeError, OSError, EOFError])
 def test_common_errors_of_other_replicas_are_caught_by_their_class(kind: Any) -> None:
     assert isinstance(_explained(kind), kind)
