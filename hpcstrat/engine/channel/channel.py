@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 from hpcstrat.engine.channel.call import Call, describe_call
 from hpcstrat.engine.channel.call_state import CallState, Position, Watched
 from hpcstrat.engine.channel.disagreement import LEFT, NOTICE, Announcement
-from hpcstrat.engine.channel.entries import open_channels
 from hpcstrat.engine.channel.failures import Failures
 from hpcstrat.engine.channel.headers import SegmentHeaders, make_kernel
 from hpcstrat.engine.channel.interruptible import InterruptibleComm
@@ -77,7 +76,6 @@ class Channel:
         self.state: Any = self.kernel or CallState()
         self.closed, self.elsewhere, self.notice = False, None, ""
         self.noticed: dict[int, str] = {}
-        active.channels.add(self)
         # The call whose data this rank exchanges now.
         self.exchanging: Call | None = None
         self.position = Position(self.state)
@@ -97,7 +95,7 @@ class Channel:
             made = self._comm, self.steps, self.rings, values
             self.wire = WireHeaders(topology, *made)
         self.headers: SegmentHeaders | WireHeaders = self.wire or self.steps
-        open_channels.append(self)
+        active.channels.append(self)
 
     @property
     def num_calls(self) -> int:
@@ -374,7 +372,7 @@ class Channel:
         self._let_go()
 
     def _let_go(self) -> None:
-        open_channels.remove(self)
+        active.channels.remove(self)
         for holder in (self.arrivals, self.rings, self.steps):
             holder.close()
 

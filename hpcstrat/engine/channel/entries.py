@@ -31,6 +31,7 @@ from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any, NoReturn, TypeVar
 
+from hpcstrat.engine.observe.timeline import active
 from hpcstrat.errors import CollectiveError
 
 __all__ = [
@@ -38,7 +39,6 @@ __all__ = [
     "enter",
     "interrupted_call",
     "is_inner",
-    "open_channels",
     "refuse_inner",
 ]
 
@@ -50,8 +50,7 @@ _PACKAGE = os.path.dirname(_ENGINE) + os.sep
 _EXCHANGING = (_CHANNEL + os.sep, os.path.join(_ENGINE, "algorithms", ""))
 _INNER = "_hpcstrat_inner"
 
-# The channels of this process that are not closed.
-open_channels: list[Any] = []
+_open_channels = active.channels
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -83,7 +82,7 @@ def enter(
     outer = state.thread
     if outer not in (0, thread):
         _refuse(channel, outer, what)
-    if outer or channel.pending or len(open_channels) > 1:
+    if outer or channel.pending or len(_open_channels) > 1:
         refuse_inner(what)
     entered, state.thread = state.num_calls, thread
     if not outer:
@@ -141,7 +140,7 @@ def interrupted_call(depth: int = 1) -> str:
     The function is ``depth`` levels above the caller.
     """
     thread = get_ident()
-    for channel in list(open_channels):
+    for channel in list(_open_channels):
         state = channel.state
         # The program may wait for a started call outside of any other call.
         inside = thread in (state.thread, channel.pending.thread)

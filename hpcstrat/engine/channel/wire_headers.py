@@ -75,7 +75,7 @@ _left: list[Any] = []
 def room_bytes(num_workers: int, *, narrows: bool = False) -> int:
     """Return the largest size in bytes of a worker's values that a header carries.
 
-    Up to this size, headers are faster than parts (`collectives.exchanged`). By
+    Up to this size, headers are faster than parts (`algorithms.exchanged`). By
     headers, a rank receives ``p - 1`` times the bytes of the values. By parts, it
     receives ``2 (p - 1) / p`` times these bytes, or half of that if ``wire_dtype``
     ``narrows`` parts, but in two more exchanges, each as long as sending

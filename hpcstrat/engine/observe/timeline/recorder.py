@@ -10,7 +10,6 @@ import functools
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -40,8 +39,8 @@ class _Active:
     """The recorder of this process; ``recorder`` is None if recording is off."""
 
     def __init__(self) -> None:
-        # The channels of this process, whose calls the recorder must see.
-        self.channels: weakref.WeakSet[Any] = weakref.WeakSet()
+        # The open channels of this process, whose calls the recorder must see.
+        self.channels: list[Any] = []
         self.recorder: Recorder | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
