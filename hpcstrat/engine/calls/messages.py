@@ -56,7 +56,16 @@ class Transfer:
 
     def test(self) -> bool:
         """Return whether the message is complete; not collective; raises as `wait`."""
-        return self._advance(waits=False)
+        if self._awaited is None:
+            return True
+        channel: Any = self.collectives.channel
+        channel.failures.refuse(self._call)
+        with channel.moving(self._call):
+            while self._awaited is not None and self._awaited.agreed():
+                self._awaited = next(self._steps, None)
+            if self._awaited is not None:
+                channel.failures.look()
+        return self._awaited is None
 
     @collective
     def wait(self) -> None:
@@ -65,22 +74,14 @@ class Transfer:
         Raises CollectiveError if another rank has ended all calls, or if the other
         rank's message has another size or dtype (which ends all calls of all ranks).
         """
-        self._advance(waits=True)
-
-    def _advance(self, *, waits: bool) -> bool:
         if self._awaited is None:
-            return True
+            return
         channel: Any = self.collectives.channel
         channel.failures.refuse(self._call)
         with channel.moving(self._call):
             while self._awaited is not None:
-                if waits:
-                    channel.wait(self._awaited, self._call)
-                elif not self._awaited.agreed():
-                    channel.failures.look()
-                    break
+                channel.wait(self._awaited, self._call)
                 self._awaited = next(self._steps, None)
-        return self._awaited is None
 
 
 class _Expected:
