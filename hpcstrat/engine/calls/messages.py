@@ -15,6 +15,7 @@ array is received into a separate buffer.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -246,12 +247,11 @@ class _Probe(Waitable):
 
     def __init__(self, comm: Any, mpi: Any, tag: int) -> None:
         self.status = mpi.Status()
-        self._look = comm.Iprobe
-        self._any, self._tag = mpi.ANY_SOURCE, tag
+        self._look = functools.partial(comm.Iprobe, mpi.ANY_SOURCE, tag, self.status)
 
     def agreed(self) -> bool:
         """Return whether a message has arrived."""
-        return bool(self._look(self._any, self._tag, self.status))
+        return bool(self._look())
 
 
 def _kind(array: Array) -> str:
