@@ -58,7 +58,7 @@ class InterruptibleComm:
         self._wait(Message(self._comm.Ibarrier))
 
     def Bcast(self, buffer: Any, root: int = 0) -> None:  # noqa: N802
-        """Copy the root's contiguous array into ``buffer`` of all ranks."""
+        """Copy the root's flat array into ``buffer`` of all ranks."""
         self.finish(self.casting(buffer, root))
 
     def Allreduce(self, send: Any, receive: Any, op: Any) -> None:  # noqa: N802
