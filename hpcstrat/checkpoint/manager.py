@@ -353,7 +353,7 @@ class CheckpointManager:
         )
         self._saver.save(order, header, values, compare)
         if self._node_memory is None and self._strategy.all_ranks.rank == 0:
-            tell_watcher(progress=step)
+            tell_watcher("progress", step=step)
         return path, step
 
     @traced("save_if_due", "checkpoint")

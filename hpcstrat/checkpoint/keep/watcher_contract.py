@@ -85,8 +85,8 @@ def require_newest_generation(doing: str) -> None:
         )
 
 
-def tell_watcher(**message: Any) -> bool:
-    """Send one line to the watcher's socket; return whether it was sent."""
+def tell_watcher(kind: str, **fields: Any) -> bool:
+    """Send a message to the watcher's socket; return whether it was sent."""
     path = watcher().socket
     if not path:
         return False
@@ -94,7 +94,7 @@ def tell_watcher(**message: Any) -> bool:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
             line.settimeout(_SECONDS)
             line.connect(path)
-            line.sendall(json.dumps(message).encode() + b"\n")
+            line.sendall(json.dumps({"kind": kind, **fields}).encode() + b"\n")
     except OSError:
         return False
     return True

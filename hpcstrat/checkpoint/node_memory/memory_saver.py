@@ -167,7 +167,7 @@ class MemorySaver:
         self._copy.file = OrderFile.begin(watcher().folder, order)
         self._copy.number = kept.key[1]
         nodes = (*order.nodes, order.spare)
-        if not tell_watcher(save=self._copy.file.name, nodes=nodes):
+        if not tell_watcher("save", order=self._copy.file.name, nodes=nodes):
             # The watcher has no time: the next snapshot is copied.
             self._copy.file.remove()
             self._copy.file = None
@@ -218,7 +218,7 @@ class MemorySaver:
             )
             try:
                 save.file = OrderFile.begin(watcher().folder, told)
-                if not tell_watcher(save=save.file.name, nodes=told.nodes):
+                if not tell_watcher("save", order=save.file.name, nodes=told.nodes):
                     raise TimeoutError("the watcher of this node does not answer")
             except OSError as error:
                 if save.file is not None:

@@ -172,7 +172,7 @@ class NodeMemory:
             return None
         kept = self._conclude(slot, agreed, [one[2:] for one in found])
         if self._leads:
-            tell_watcher(progress=header.step)
+            tell_watcher("progress", step=header.step)
         return kept
 
     def _agree(

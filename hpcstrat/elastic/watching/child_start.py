@@ -49,43 +49,41 @@ def node_variables(run: str, node: str) -> dict[str, str]:
     }
 
 
-def ask(
-    path: str, message: dict[str, object], *, answered: bool = True
-) -> dict[str, object]:
-    """Send a message to the watcher of this node, and return its answer, if any."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(_SECONDS)
-        connection.connect(path)
-        connection.sendall(json.dumps(message).encode() + b"\n")
-        if not answered:
-            return {}
-        with connection.makefile("rb") as stream:
-            answer = json.loads(stream.readline(1 << 16) or b"{}")
-    return answer if isinstance(answer, dict) else {}
+def tell(watcher: socket.socket, kind: str, **fields: object) -> None:
+    """Send a message to the watcher of this node."""
+    watcher.sendall(json.dumps({"kind": kind, **fields}).encode() + b"\n")
 
 
-def _ask_watcher(kind: str, **fields: object) -> dict[str, object]:
-    path = os.environ["HPCSTRAT_WATCH_SOCKET"]
-    number = int(os.environ["HPCSTRAT_WATCH_GENERATION"])
+def _register(watcher: socket.socket, number: int) -> dict[str, str]:
+    """Register a rank of a generation, and return the watcher's answer."""
     try:
-        return ask(path, {"kind": kind, "number": number, **fields})
+        watcher.settimeout(_SECONDS)
+        watcher.connect(os.environ["HPCSTRAT_WATCH_SOCKET"])
+        tell(watcher, "rank", number=number)
+        with watcher.makefile("rb") as stream:
+            answer: dict[str, str] = json.loads(stream.readline(1 << 16))
+            return answer
     except (OSError, ValueError) as error:
         node = os.uname().nodename
-        return {"refused": f"expected a watcher on node {node}, found none ({error})"}
+        reason = f"expected a watcher on node {node}, found none ({error})"
+        return {"kind": "refused", "reason": reason}
 
 
 def _run_rank(words: list[str]) -> int:
-    """Run a rank as a child process, and tell the watcher its exit status."""
+    """Run a rank as a child process, and tell the watcher its exit status.
+
+    The connection with the watcher lasts as long as this process.
+    """
     run, node = os.environ["HPCSTRAT_WATCH_RUN"], os.uname().nodename
+    number = int(os.environ["HPCSTRAT_WATCH_GENERATION"])
     os.environ.update(node_variables(run, node))
-    answer = _ask_watcher("rank")
-    if "accepted" not in answer:
-        refusal = answer.get("refused", "the watcher has ended")
-        sys.exit(f"hpcstrat watch: {refusal}; this rank is not started")
-    os.environ["HPCSTRAT_WATCH_NODE"] = str(answer["node"])
+    watcher = socket.socket(socket.AF_UNIX)
+    answer = _register(watcher, number)
+    if answer["kind"] == "refused":
+        sys.exit(f"hpcstrat watch: {answer['reason']}; this rank is not started")
+    os.environ["HPCSTRAT_WATCH_NODE"] = answer["node"]
     # Killed ranks leave their shared memory behind, which the watcher removes.
-    generation = os.environ["HPCSTRAT_WATCH_GENERATION"]
-    shared = f"{node_folder(run, node)}/{MPI_FOLDERS}{generation}"
+    shared = f"{node_folder(run, node)}/{MPI_FOLDERS}{number}"
     os.makedirs(shared, 0o700, exist_ok=True)
     os.environ.setdefault(_MPI_FOLDER, shared)
     # Launchers send signals to the group of a rank's processes.
@@ -93,13 +91,15 @@ def _run_rank(words: list[str]) -> int:
     own = os.getpid()
     rank = os.fork()
     if rank == 0:
-        for number, handler in before.items():
+        for one, handler in before.items():
             is_ignored = handler == signal.SIG_IGN
-            signal.signal(number, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+            signal.signal(one, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
         _end_with(own)
         _execute(words)
     status = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
-    _ask_watcher("rank_end", status=status if status >= 0 else 128 - status)
+    with contextlib.suppress(OSError):
+        told = status if status >= 0 else 128 - status
+        tell(watcher, "rank_end", number=number, status=told)
     if status < 0:
         # The launcher sees the signal that has ended the rank.
         with contextlib.suppress(OSError):

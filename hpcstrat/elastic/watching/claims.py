@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 __all__ = ["Generation", "create", "is_minority", "newest", "read"]
 
@@ -37,6 +37,12 @@ class Generation:
     blamed: Mapping[str, int] = field(default_factory=dict)
     job: str = ""
 
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Generation:
+        """Return the generation of which a file, or another watcher, has told."""
+        lists = {name: tuple(told[name]) for name in ("members", "nodes")}
+        return cls(**{**told, **lists})
+
 
 def newest(folder: Path) -> int:
     """Return the number of the newest claim; 0 without any."""
@@ -52,8 +58,7 @@ def create(folder: Path, generation: Generation) -> bool:
     except FileExistsError:
         return False
     try:
-        text = json.dumps({**asdict(generation), "unix_seconds": time.time()})
-        os.write(file, text.encode())
+        os.write(file, json.dumps(asdict(generation)).encode())
         os.fsync(file)
     finally:
         os.close(file)
@@ -63,10 +68,7 @@ def create(folder: Path, generation: Generation) -> bool:
 def read(folder: Path, number: int) -> Generation | None:
     """Return a claimed generation, or None if its claim is not yet written."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        told = json.loads((folder / f"gen-{number}").read_bytes())
-        told.pop("unix_seconds")
-        members, nodes = tuple(told.pop("members")), tuple(told.pop("nodes"))
-        return Generation(members=members, nodes=nodes, **told)
+        return Generation.of(json.loads((folder / f"gen-{number}").read_bytes()))
     return None
 
 

@@ -11,7 +11,10 @@ import sys
 from pathlib import Path
 
 from hpcstrat.elastic.watching.mesh import Identity, greet
-from hpcstrat.elastic.watching.watch_messages import MalformedMessageError, encode
+from hpcstrat.elastic.watching.watch_messages import (
+    MalformedMessageError,
+    MessageStream,
+)
 from hpcstrat.elastic.watching.watch_secret import SecretError, shared_secret
 
 __all__ = ["AGENT", "main"]
@@ -31,13 +34,14 @@ def main() -> int:
         number = int(os.environ["HPCSTRAT_WATCH_GENERATION"])
         job, port = os.environ["HPCSTRAT_WATCH_JOB"], os.environ["HPCSTRAT_WATCH_PORT"]
         own = Identity(shared_secret(folder), job, os.uname().nodename)
-        stream = socket.create_connection((host, int(port)), timeout=_SECONDS)
-        greet(own, stream)
+        connection = socket.create_connection((host, int(port)), timeout=_SECONDS)
+        stream = MessageStream(connection)
+        greet(own, stream, "command")
         # As with ssh, the words are joined to one line for the remote shell.
-        told = {"number": number, "line": " ".join(words), "folder": os.getcwd()}
-        stream.sendall(encode("command", **told))
-        stream.settimeout(None)
-        while data := stream.recv(1 << 16):
+        line = " ".join(words)
+        stream.send("command", number=number, line=line, folder=os.getcwd())
+        connection.settimeout(None)
+        while data := connection.recv(1 << 16):
             os.write(1, data)
     except (OSError, SecretError, MalformedMessageError) as error:
         sys.stderr.write(f"hpcstrat watch: no command on {host}: {error}\n")

@@ -5,7 +5,6 @@ Every watcher has this part; only that of the lowest living node is at work.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -25,7 +24,7 @@ _SAVED_STATUS = 42
 
 @dataclass
 class _LedStart:
-    """A start of the program, from its claim to the end of its launcher.
+    """A start of the program, from its claim to the judgement of its end.
 
     ``until`` is the limit of what it waits for; ``reached`` is the progress before it.
     """
@@ -36,11 +35,11 @@ class _LedStart:
     reached: tuple[int, float]
     cleaned: set[str] = field(default_factory=set)
     is_started: bool = False
+    is_ended: bool = False
     num_ranks: int = 0
     num_right: int = 0
     has_saved: bool = False
     failed_on: str = ""
-    status: int | None = None
 
 
 class Leader:
@@ -81,7 +80,7 @@ class Leader:
             return
         if kind == "cleaned":
             start.cleaned.add(name)
-        elif kind == "rank_came":
+        elif kind == "rank":
             start.num_ranks += 1
         elif message["status"] == 0:
             start.num_right += 1
@@ -90,22 +89,13 @@ class Leader:
         else:
             start.failed_on = start.failed_on or name
 
-    def take_launcher_end(self, number: int) -> None:
-        """Take the end of the launcher, which has been an event."""
-        status = self._programs.launcher_status()
-        self._programs.end_before(number + 1)
-        if self._start is not None and self._start.number == number:
-            self._start.status = status
-            # The reports of the ranks, or of a lost node, may come some time later.
-            wait = self._state.options.silent_seconds + 1
-            self._start.until = time.monotonic() + wait
-
     def finish(self, now: float) -> None:
         """Judge a start whose launcher has ended, and start nothing."""
-        if self._start is not None and self._start.status is not None:
-            self._judge(self._start, self._start.status, now)
-        elif not self._programs.has_launcher and not self._programs.has_ranks:
-            self._state.reason = "stopped"
+        if not self._programs.has_launcher:
+            if self._start is not None and self._start.is_started:
+                self._judge(self._start, now)
+            elif not self._programs.ranks:
+                self._state.reason = "stopped"
 
     def lead(self, now: float) -> None:
         """Do what is to be done now."""
@@ -113,28 +103,32 @@ class Leader:
         if self._programs.has_launcher:
             wanted = self._launch.ranks
             is_late = start and start.num_ranks < wanted and now > start.until
-            if is_over or is_late:
-                if start and not is_over:
-                    self._state.log(
-                        f"expected {wanted} ranks in time, found that the launcher "
-                        f"has started {start.num_ranks}"
-                    )
-                # The end of the launcher is an event.
+            if start and is_late and not is_over:
+                self._state.log(
+                    f"expected {wanted} ranks in time, found that the launcher has "
+                    f"started {start.num_ranks}"
+                )
+            if is_late or is_over:
                 self._programs.end_before(self._state.generation.number + 1)
-        elif start and start.status is not None:
-            self._judge(start, start.status, now)
+        elif start and start.is_started:
+            self._judge(start, now)
         elif start is None or is_over:
             self._start = None
             self._claim(now)
-        elif not start.is_started:
+        else:
             self._start_when_clean(start, now)
 
-    def _judge(self, start: _LedStart, status: int, now: float) -> None:
-        """Decide whether an ended start has completed the program.
+    def _judge(self, start: _LedStart, now: float) -> None:
+        """Decide whether a start whose launcher has ended has completed the program.
 
         mpirun has status 0 even after the loss of a node: the ranks' statuses decide.
         """
         state, marker = self._state, self._state.options.marker
+        if not start.is_ended:
+            self._programs.end_before(start.number + 1)
+            # The reports of the ranks, or of a lost node, may come some time later.
+            start.is_ended, start.until = True, now + state.options.silent_seconds + 1
+        status = self._programs.launcher_status
         is_right = start.num_right == self._launch.ranks
         is_over = state.has_lost_node() or marker.exists()
         is_clear = is_right or is_over or start.failed_on or status
@@ -183,7 +177,7 @@ class Leader:
         env = self._launch.environment(current.nodes, variables)
         words = self._launch.words(current.nodes, env)
         try:
-            self._programs.start_launcher(words, env, current.number)
+            self._programs.start_launcher(words, env)
         except OSError as error:
             state.log(f"cannot start {self.launcher}: {error}")
             state.reason = "failed"
@@ -211,9 +205,7 @@ class Leader:
         not_before = now + 2 * options.silent_seconds * is_new
         until = not_before + _CLEAN_SECONDS
         self._start = _LedStart(claim.number, until, not_before, state.reached())
-        told = asdict(claim)
-        told.pop("job")
-        self._mesh.send(list(state.present), "generation", **told)
+        self._mesh.send(list(state.present), "generation", **asdict(claim))
         left = self._programs.end_before(claim.number)
         output = f"{options.folder}/output-{state.node}"
         state.log(

@@ -1,121 +1,96 @@
-"""Requests of processes of this node to their watcher, over a Unix socket."""
+"""This node's folder of a run, and requests of its processes over a Unix socket."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
-import queue
 import shutil
 import socket
 import stat
 import struct
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from hpcstrat.elastic.watching.child_start import FOLDERS, node_folder
 from hpcstrat.elastic.watching.watch_messages import (
     FROM_RANK,
-    LineBuffer,
     MalformedMessageError,
-    check_message,
-    normalized,
+    MessageStream,
 )
 
-__all__ = ["LocalRequests", "NodeFolder"]
+__all__ = ["make_node_folder", "take_requests"]
 
-_SECONDS = 2.0
-_ANSWER_SECONDS = 15.0
+_RETRY_SECONDS = 0.1
 
 
-class NodeFolder:
-    """This node's folder of a run in /dev/shm, with the lock of its watcher.
+def make_node_folder(run: str, node: str) -> Path:
+    """Make this node's folder of a run in /dev/shm, and lock it for this process.
 
     Folders of other runs of this user are removed, unless a watcher holds their lock.
     Raises OSError if /dev/shm cannot be used.
     """
-
-    def __init__(self, run: str, node: str) -> None:
-        self.path = Path(node_folder(run, node))
-        for path in Path("/").glob(f"{FOLDERS[1:]}{os.geteuid()}-*"):
-            about = path.lstat()
-            is_own = stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid()
-            if is_own and self._lock(path) is not None:
-                shutil.rmtree(path, ignore_errors=True)
-        self.path.mkdir(mode=0o700, exist_ok=True)
-        if self._lock(self.path) is None:
-            raise FileExistsError(
-                f"expected one watcher of this run on {node}, found another one, which "
-                f"has {self.path}; start one on each node"
-            )
-        (self.path / "memory").mkdir(mode=0o700)
-
-    def __repr__(self) -> str:
-        return f"NodeFolder({str(self.path)!r})"
-
-    def _lock(self, path: Path) -> int | None:
-        """Lock a folder until the end of this process; None if another one has it."""
-        file = os.open(path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(file)
-            return None
-        return file
-
-    def remove(self) -> None:
-        """Remove the folder with everything in it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+    made = Path(node_folder(run, node))
+    for path in Path("/").glob(f"{FOLDERS[1:]}{os.geteuid()}-*"):
+        about = path.lstat()
+        is_own = stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid()
+        if is_own and _lock(path):
+            shutil.rmtree(path, ignore_errors=True)
+    made.mkdir(mode=0o700, exist_ok=True)
+    if not _lock(made):
+        raise FileExistsError(
+            f"expected one watcher of this run on {node}, found another one, which has "
+            f"{made}; start one on each node"
+        )
+    (made / "memory").mkdir(mode=0o700)
+    return made
 
 
-class LocalRequests:
-    """Receives the requests; a thread serves one connection after the other.
+def _lock(path: Path) -> bool:
+    """Lock a folder until the end of this process; return whether nobody else has."""
+    file = os.open(path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        return False
+    return True
 
-    ``deliver`` is called with ``local``, the sender's process id, the message, and a
-    function that takes the answer.
+
+def take_requests(path: Path, deliver: Callable[..., None]) -> None:
+    """Take requests of this user's processes, in a thread for each connection.
+
+    ``deliver`` is called with ``local``, the sender's process id, a message and the
+    `MessageStream` for an answer; with ``left`` and the process id at the end of the
+    connection; with ``log`` and a text.
     """
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen(512)
 
-    def __init__(self, path: Path, deliver: Callable[..., None]) -> None:
-        self._deliver = deliver
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(path))
-        self._listener.listen(512)
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def __repr__(self) -> str:
-        return f"LocalRequests({self._listener.getsockname()!r})"
-
-    def _serve(self) -> None:
+    def accept() -> None:
         while True:
-            connection, _ = self._listener.accept()
-            with connection, contextlib.suppress(OSError, queue.Empty):
-                connection.settimeout(_SECONDS)
-                self._answer(connection)
-
-    def _answer(self, connection: socket.socket) -> None:
-        packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        pid, user, _ = struct.unpack("3i", packed)
-        if user != os.geteuid():
-            return
-        lines = LineBuffer()
-        while data := connection.recv(1 << 16):
             try:
-                for message in lines.feed(data):
-                    self._reply(connection, pid, normalized(message))
-            except MalformedMessageError as error:
-                self._deliver("log", f"a request of process {pid} is refused: {error}")
-                connection.sendall(json.dumps({"refused": str(error)}).encode() + b"\n")
-                return
+                connection, _ = listener.accept()
+            except OSError:
+                # There are too many open files.
+                time.sleep(_RETRY_SECONDS)
+            else:
+                threading.Thread(target=take, args=(connection,), daemon=True).start()
 
-    def _reply(
-        self, connection: socket.socket, pid: int, message: dict[str, Any]
-    ) -> None:
-        kind = check_message(message, FROM_RANK)
-        answers: queue.Queue[dict[str, Any]] = queue.Queue()
-        self._deliver("local", pid, message, answers.put)
-        if kind in ("rank", "rank_end"):
-            answer = answers.get(timeout=_ANSWER_SECONDS)
-            connection.sendall(json.dumps(answer).encode() + b"\n")
+    def take(connection: socket.socket) -> None:
+        about = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        pid, user, _ = struct.unpack("3i", about)
+        stream = MessageStream(connection)
+        with connection, contextlib.suppress(OSError):
+            try:
+                while user == os.geteuid() and (message := stream.receive(FROM_RANK)):
+                    deliver("local", pid, message, stream)
+            except MalformedMessageError as error:
+                deliver("log", f"a request of process {pid} is refused: {error}")
+                stream.send("refused", reason=str(error))
+        deliver("left", pid)
+
+    threading.Thread(target=accept, daemon=True).start()

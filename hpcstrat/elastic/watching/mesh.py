@@ -1,21 +1,18 @@
 """Connections of a watcher with the watchers of all other nodes.
 
-A thread owns all sockets; it sends a sign of life twice a second, and reports events to
-the watcher's main thread, which may wait for files or processes meanwhile. Each pair of
-watchers has one connection. Its end, or silence for some seconds, is the loss of a
-node.
+Each pair of watchers has one connection, which a thread reads. Its end, or silence for
+some seconds, is the loss of a node. Another thread sends a sign of life twice a second;
+the watcher's main thread may wait for files or processes meanwhile.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import os
-import selectors
+import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +21,10 @@ from hpcstrat.elastic.watching.watch_messages import (
     FROM_AGENT,
     FROM_PEER,
     GREETINGS,
-    LineBuffer,
     MalformedMessageError,
-    check_message,
-    encode,
+    MessageStream,
 )
-from hpcstrat.elastic.watching.watch_secret import nonce, proof, proves
+from hpcstrat.elastic.watching.watch_secret import proof, proves
 
 __all__ = ["Identity", "Mesh", "greet"]
 
@@ -37,7 +32,6 @@ _BEAT_SECONDS = 0.5
 _GREETING_SECONDS = 5.0
 _RETRY_SECONDS = 0.1
 _MOST_STRANGERS = 256
-_MOST_UNSENT_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -50,25 +44,80 @@ class Identity:
     version: str = __version__
 
 
-@dataclass(eq=False)
-class _PeerConnection:
-    """A connection; ``expects`` is the kind of the next greeting, empty after them."""
+def _accept_all(hello: Mapping[str, Any]) -> None:
+    del hello
 
-    socket: socket.socket
-    expects: str
-    name: str = ""
-    purpose: str = "peer"
-    nonces: tuple[str, str] = ("", "")
-    began: float = field(default_factory=time.monotonic)
-    heard: float = field(default_factory=time.monotonic)
-    unsent: bytes = b""
-    lines: LineBuffer = field(default_factory=LineBuffer)
+
+def greet(
+    own: Identity,
+    stream: MessageStream,
+    purpose: str,
+    check: Callable[[Mapping[str, Any]], None] = _accept_all,
+) -> dict[str, Any]:
+    """Exchange proofs of the secret, and return what the other side says of itself.
+
+    ``purpose`` is that of the connecting side, ``peer`` or ``command``; the other side
+    passes none. Both sides send a hello with a random number. The connecting side then
+    proves the secret first, so that strangers get no proof; a proof is that of a role,
+    and of both hellos. ``check`` may refuse a side that knows the secret, by raising
+    MalformedMessageError.
+    """
+    until = time.monotonic() + _GREETING_SECONDS
+
+    def next_of(kind: str) -> dict[str, Any]:
+        message = stream.receive(GREETINGS, until)
+        if message is None:
+            raise ConnectionError("the other side has closed the connection")
+        if message["kind"] == "refused":
+            raise MalformedMessageError(message["reason"])
+        if message["kind"] != kind:
+            raise MalformedMessageError(
+                f"expected the greeting {kind}, found {message['kind']}; the other "
+                "side is no watcher of this run"
+            )
+        return message
+
+    mine: dict[str, Any] = {
+        "kind": "hello",
+        "version": own.version,
+        "job": own.job,
+        "name": own.node,
+        "purpose": purpose,
+        "nonce": secrets.token_hex(16),
+    }
+    stream.send(**mine)
+    other = next_of("hello")
+    if other["version"] != own.version:
+        raise MalformedMessageError(
+            f"expected hpcstrat {own.version} on every node, found {other['version']}; "
+            "use one environment on all nodes"
+        )
+    roles, hellos = ("connector", "acceptor"), (mine, other)
+    if not purpose:
+        roles, hellos = roles[::-1], hellos[::-1]
+    else:
+        stream.send("proof", proof=proof(own.secret, roles[0], *hellos))
+    if not proves(next_of("proof")["proof"], own.secret, roles[1], *hellos):
+        raise MalformedMessageError(
+            "expected the secret of this run, found a wrong proof; the other side is a "
+            "watcher of another run, or another program has the port"
+        )
+    # Everything below comes from somebody who knows the secret.
+    if other["job"] != own.job:
+        raise MalformedMessageError(
+            f"expected a watcher of job {own.job}, found one of {other['job']}; two "
+            "jobs use the same folder"
+        )
+    check(other)
+    if not purpose:
+        stream.send("proof", proof=proof(own.secret, roles[0], *hellos))
+    return other
 
 
 class Mesh:
-    """The connections of one watcher, in a thread of their own.
+    """The connections of one watcher, in threads of their own.
 
-    ``deliver`` is called in that thread with the kind of an event and its values:
+    ``deliver`` is called in these threads with the kind of an event and its values:
     ``came`` and ``lost`` with a node, ``message`` with a node and a message,
     ``command`` with a message and a socket, ``log`` with a text. After
     ``silent_seconds`` a silent node counts as lost.
@@ -84,73 +133,86 @@ class Mesh:
     ) -> None:
         self._identity, self._deliver = identity, deliver
         self._addresses, self._silent_seconds = addresses, silent_seconds
-        self._selector = selectors.DefaultSelector()
-        self._open: dict[str, _PeerConnection] = {}
+        self._peers: dict[str, MessageStream] = {}
+        self._heard: dict[str, float] = {}
         self._lost: set[str] = set()
-        self._greeting: set[_PeerConnection] = set()
-        self._requests: collections.deque[Callable[[], None]] = collections.deque()
-        self._wakeup, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        # A connection is made by the node that comes later in the list.
-        names = list(addresses)
-        self._to_call = dict.fromkeys(names[: names.index(identity.node)], 0.0)
+        self._changing = threading.Lock()
+        self._strangers = threading.Semaphore(_MOST_STRANGERS)
         self._logged: set[str] = set()
-        self._closing = False
-        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._is_closed = False
 
     def __repr__(self) -> str:
-        return f"Mesh({self._identity.node}, connected with {sorted(self._open)})"
+        return f"Mesh({self._identity.node}, connected with {sorted(self._peers)})"
 
     def start(self) -> None:
         """Listen on this node's port; OSError if another program has the port."""
-        port = self._addresses[self._identity.node][1]
+        node = self._identity.node
+        port = self._addresses[node][1]
         try:
-            self._listener = socket.create_server(("", port), backlog=128)
+            self._listener = socket.create_server(("", port), backlog=256)
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"expected port {port} of {self._identity.node} to be free for the "
-                f"watcher, found: {error.strerror}; use --port",
+                f"expected port {port} of {node} to be free for the watcher, found: "
+                f"{error.strerror}; use --port",
             ) from error
-        self._listener.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._wakeup, selectors.EVENT_READ)
-        self._thread.start()
+        self._begin(self._accept)
+        self._begin(self._send_signs_of_life)
+        # A connection is made by the node that comes later in the list.
+        names = list(self._addresses)
+        for name in names[: names.index(node)]:
+            self._begin(self._call, name)
 
-    def send(self, names: Sequence[str], kind: str, **fields: Any) -> None:
+    def send(self, names: Iterable[str], kind: str, **fields: Any) -> None:
         """Send a message to some nodes; those that are lost do not get it."""
-        data = encode(kind, **fields)
-        self._request(lambda: self._send_all(names, data))
+        for name in names:
+            if stream := self._peers.get(name):
+                try:
+                    stream.send(kind, **fields)
+                except TimeoutError:
+                    self._lose(name, "silent")
+                except OSError:
+                    # The thread that reads the connection reports its end.
+                    continue
 
     def drop(self, name: str) -> None:
         """Count a node as lost, and tell it so."""
-        self._request(lambda: self._lose(name, "silent"))
+        self._lose(name, "silent")
 
     def doubtful(self, names: Iterable[str]) -> list[str]:
         """Return those of some connected nodes that have missed a sign of life.
 
         They speak again soon, or are lost soon.
         """
-        limit, found = time.monotonic() - 2 * _BEAT_SECONDS, []
-        for name in names:
-            connection = self._open.get(name)
-            # Without a connection, the event of the loss is under way.
-            if connection is None or connection.heard < limit:
-                found.append(name)
-        return found
+        limit = time.monotonic() - 2 * _BEAT_SECONDS
+        # Without a connection, the event of the loss is under way.
+        return [
+            name
+            for name in names
+            if name not in self._peers or self._heard[name] < limit
+        ]
 
     def close(self) -> None:
-        """Send what is left to send, and close all connections."""
+        """Close all connections."""
+        self._is_closed = True
+        MessageStream(self._listener).end()
+        self._listener.close()
+        for stream in list(self._peers.values()):
+            stream.end()
 
-        def close() -> None:
-            self._closing = True
+    def _begin(self, act: Callable[..., None], *values: Any) -> None:
+        """Call a function in a thread; an error ends the watcher.
 
-        self._request(close)
-        self._thread.join(timeout=_GREETING_SECONDS)
+        Without one of its threads, others could take this node for lost.
+        """
 
-    def _request(self, act: Callable[[], Any]) -> None:
-        self._requests.append(act)
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._waker, b"x")
+        def run() -> None:
+            try:
+                act(*values)
+            except Exception as error:
+                self._deliver("failed", f"{type(error).__name__}: {error}")
+
+        threading.Thread(target=run, daemon=True).start()
 
     def _log(self, text: str) -> None:
         # A stranger that tries again and again fills no log, and ends no line of it.
@@ -159,320 +221,125 @@ class Mesh:
             self._logged.add(text)
             self._deliver("log", text)
 
-    def _serve(self) -> None:
-        try:
-            self._serve_until_closed()
-        except Exception as error:
-            # Without this thread, the others take this node for lost.
-            self._deliver("failed", f"{type(error).__name__}: {error}")
-
-    def _serve_until_closed(self) -> None:
-        next_beat, last = 0.0, time.monotonic()
-        while not self._closing:
-            for key, _ in self._selector.select(_RETRY_SECONDS):
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif key.fileobj == self._wakeup:
-                    os.read(self._wakeup, 4096)
-                else:
-                    self._receive(key.data)
-            while self._requests:
-                self._requests.popleft()()
-            now, before = time.monotonic(), last
-            last = now
-            if now - before > 2 * _BEAT_SECONDS:
-                self._allow_silence(now)
-            if now >= next_beat:
-                next_beat = now + _BEAT_SECONDS
-                for connection in list(self._open.values()):
-                    self._send(connection, encode("alive"))
-            self._call_peers(now)
-            # Received bytes are read first: after a stop of this process, the others
-            # may have sent signs of life in time.
-            self._look_for_silence(now)
-        for connection in self._open.values():
-            with contextlib.suppress(OSError):
-                connection.socket.settimeout(1.0)
-                connection.socket.sendall(connection.unsent)
-            connection.socket.close()
-        self._listener.close()
-
-    def _allow_silence(self, now: float) -> None:
-        """Give the others half of the time again.
-
-        This process was stopped, or had no core, and the others perhaps as well.
-        """
-        for connection in self._open.values():
-            again = now - self._silent_seconds / 2
-            connection.heard = max(connection.heard, again)
-
-    def _look_for_silence(self, now: float) -> None:
-        for name, connection in list(self._open.items()):
-            if now - connection.heard > self._silent_seconds:
-                self._lose(name, "silent")
-        for connection in list(self._greeting):
-            # A stranger that sends a byte now and then keeps no place.
-            if now - connection.began > _GREETING_SECONDS:
-                self._refuse(connection, "a greeting took too long")
-
-    def _lose(self, name: str, why: str) -> None:
-        if name in self._lost:
-            return
-        self._lost.add(name)
-        self._to_call.pop(name, None)
-        if connection := self._open.pop(name, None):
-            if why == "silent":
-                # Without this, the other side would take the end of the connection for
-                # the end of this watcher.
-                self._send(connection, encode("dropped"))
-            self._forget(connection)
-        self._deliver("lost", name, why)
-
-    def _forget(self, connection: _PeerConnection) -> None:
-        self._greeting.discard(connection)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(connection.socket)
-        connection.socket.close()
-
-    def _end(self, connection: _PeerConnection, why: str) -> None:
-        if self._open.get(connection.name) is connection:
-            self._lose(connection.name, why)
-        else:
-            self._forget(connection)
-
-    def _send_all(self, names: Sequence[str], data: bytes) -> None:
-        for name in names:
-            self._send(self._open.get(name), data)
-
-    def _send(self, connection: _PeerConnection | None, data: bytes) -> None:
-        if connection is None:
-            return
-        data = connection.unsent + data
-        try:
-            sent = connection.socket.send(data)
-        except BlockingIOError:
-            sent = 0
-        except OSError:
-            # The end of the connection is read as well, which reports it.
-            return
-        connection.unsent = data[sent:][-_MOST_UNSENT_BYTES:]
-
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            stream, _ = self._listener.accept()
-            if len(self._greeting) >= _MOST_STRANGERS:
-                stream.close()
-                return
-            connection = self._add(stream, "hello")
-            connection.nonces = (nonce(), "")
-            challenge = encode(
-                "challenge", version=self._identity.version, nonce=connection.nonces[0]
-            )
-            self._send(connection, challenge)
-
-    def _add(self, stream: socket.socket, expects: str) -> _PeerConnection:
-        stream.setblocking(False)
-        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = _PeerConnection(stream, expects)
-        self._greeting.add(connection)
-        self._selector.register(stream, selectors.EVENT_READ, connection)
-        return connection
-
-    def _call_peers(self, now: float) -> None:
-        for name, again in list(self._to_call.items()):
-            if now < again or any(c.name == name for c in self._greeting):
+        while not self._is_closed:
+            try:
+                connection, address = self._listener.accept()
+            except OSError:
+                # There are too many open files, or the mesh was closed.
+                time.sleep(_RETRY_SECONDS)
                 continue
-            self._to_call[name] = now + _RETRY_SECONDS
-            stream = socket.socket()
-            stream.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                try:
-                    stream.connect(self._addresses[name])
-                except BlockingIOError:
-                    raise
-                except OSError:
-                    stream.close()
-                    continue
-            self._add(stream, "challenge").name = name
+            if self._strangers.acquire(blocking=False):
+                self._begin(self._converse, connection, address[0])
+            else:
+                connection.close()
 
-    def _receive(self, connection: _PeerConnection) -> None:
+    def _call(self, name: str) -> None:
+        """Connect with a node, as soon as its watcher is there."""
+        while not (self._is_closed or name in self._lost):
+            with contextlib.suppress(OSError):
+                address, limit = self._addresses[name], _GREETING_SECONDS
+                connection = socket.create_connection(address, timeout=limit)
+                self._converse(connection, name, is_known=True)
+            time.sleep(_RETRY_SECONDS)
+
+    def _send_signs_of_life(self) -> None:
+        while not self._is_closed:
+            self.send(list(self._peers), "alive")
+            time.sleep(_BEAT_SECONDS)
+
+    def _converse(
+        self, connection: socket.socket, name: str, *, is_known: bool = False
+    ) -> None:
+        """Greet the other side, and take its command, or messages until its end."""
+        stream, why = MessageStream(connection), "closed"
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+        def check(hello: Mapping[str, Any]) -> None:
+            self._check(hello, name if is_known else None)
+
         try:
-            data = connection.socket.recv(1 << 16)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._end(connection, "closed")
-            return
-        connection.heard = time.monotonic()
-        try:
-            for message in connection.lines.feed(data):
-                if connection.expects:
-                    self._greet(connection, message)
-                elif connection.purpose == "command":
-                    self._take_command(connection, message)
-                else:
-                    self._take(connection, message)
+            try:
+                hello = greet(self._identity, stream, "peer" if is_known else "", check)
+            except TimeoutError:
+                raise MalformedMessageError("the greeting took too long") from None
+            finally:
+                if not is_known:
+                    self._strangers.release()
+            if hello["purpose"] == "command":
+                if message := stream.receive(FROM_AGENT):
+                    connection.settimeout(None)
+                    self._deliver("command", message, connection.dup())
+                return
+            name = hello["name"]
+            with self._changing:
+                if name in self._peers or name in self._lost:
+                    return
+                self._heard[name] = time.monotonic()
+                self._peers[name] = stream
+            self._deliver("came", name)
+            why = self._listen(name, stream)
         except MalformedMessageError as error:
-            self._refuse(connection, str(error))
+            self._log(f"a connection with {name} is closed: {error}")
+            with contextlib.suppress(OSError):
+                stream.send("refused", reason=str(error)[:200])
+        except OSError:
+            pass
+        finally:
+            if self._peers.get(name) is stream:
+                self._lose(name, why)
+            connection.close()
 
-    def _take(self, connection: _PeerConnection, message: dict[str, Any]) -> None:
-        kind = check_message(message, FROM_PEER)
-        if self._open.get(connection.name) is not connection or kind == "alive":
-            return
-        if kind == "dropped":
-            self._lose(connection.name, "silent")
-        else:
-            self._deliver("message", connection.name, message)
-
-    def _take_command(
-        self, connection: _PeerConnection, message: dict[str, Any]
-    ) -> None:
-        check_message(message, FROM_AGENT)
-        self._greeting.discard(connection)
-        self._selector.unregister(connection.socket)
-        connection.socket.setblocking(True)
-        self._deliver("command", message, connection.socket)
-
-    def _refuse(self, connection: _PeerConnection, reason: str) -> None:
-        who = connection.name
-        if not who:
-            with contextlib.suppress(OSError, IndexError):
-                who = str(connection.socket.getpeername()[0])
-        self._log(f"a connection with {who} is closed: {reason}")
-        if connection.expects:
-            self._send(connection, encode("refused", reason=reason[:200]))
-        self._end(connection, "closed")
-
-    def _greet(self, connection: _PeerConnection, message: dict[str, Any]) -> None:
-        kind = check_message(message, GREETINGS)
-        if kind == "refused":
-            raise MalformedMessageError(message["reason"])
-        if kind != connection.expects:
-            raise MalformedMessageError(
-                f"expected the greeting {connection.expects}, found {kind}; the other "
-                "side is no watcher of this run"
-            )
-        own = self._identity
-        if kind == "challenge":
-            answer = hello(own, "peer", message)
-            connection.nonces = (message["nonce"], answer["nonce"])
-            connection.expects = "welcome"
-            self._send(connection, encode(**answer))
-        elif kind == "welcome":
-            check_welcome(own, message, connection.nonces)
-            if message["name"] != connection.name:
-                raise MalformedMessageError(
-                    f"expected node {connection.name}, found {message['name']}; "
-                    "correct the names of the nodes"
-                )
-            self._establish(connection)
-        else:
-            self._examine_hello(connection, message)
-
-    def _examine_hello(
-        self, connection: _PeerConnection, hello: dict[str, Any]
-    ) -> None:
-        own = self._identity
-        connection.nonces = (connection.nonces[0], hello["nonce"])
-        if hello["version"] != own.version:
-            raise MalformedMessageError(_other_version(own.version, hello["version"]))
-        words = [hello[word] for word in ("job", "name", "purpose")]
-        if not proves(
-            hello["proof"], own.secret, "connector", *connection.nonces, *words
-        ):
-            raise MalformedMessageError(
-                "expected the secret of this run, found a wrong proof; is it a watcher "
-                "of another run, or a stranger?"
-            )
-        # Everything below comes from somebody who knows the secret.
-        if hello["job"] != own.job:
-            raise MalformedMessageError(
-                f"expected a watcher of job {own.job}, found one of {hello['job']}; "
-                "two jobs use the same folder"
-            )
+    def _check(self, hello: Mapping[str, Any], expected: str | None) -> None:
+        """Refuse a watcher of another node than expected, or a second one of a node."""
         name, purpose = hello["name"], hello["purpose"]
-        if purpose == "peer":
-            if name not in self._addresses or name in self._open or name in self._lost:
+        if expected is not None:
+            if name != expected:
+                raise MalformedMessageError(
+                    f"expected node {expected}, found {name}; correct the names of the "
+                    "nodes"
+                )
+        elif purpose == "peer":
+            if name not in self._addresses or name in {*self._peers, *self._lost}:
                 raise MalformedMessageError(
                     f"expected a new node of the job, found {name}, which is lost, "
                     "connected, or no node of the job; start one watcher for each node"
                 )
         elif purpose != "command":
             raise MalformedMessageError(f"expected peer or command, found {purpose}")
-        connection.name, connection.purpose = name, purpose
-        welcome = proof(own.secret, "acceptor", *connection.nonces, own.node)
-        self._send(connection, encode("welcome", name=own.node, proof=welcome))
-        if purpose == "peer":
-            self._establish(connection)
-        else:
-            connection.expects = ""
 
-    def _establish(self, connection: _PeerConnection) -> None:
-        connection.expects = ""
-        self._greeting.discard(connection)
-        self._to_call.pop(connection.name, None)
-        self._open[connection.name] = connection
-        self._deliver("came", connection.name)
+    def _listen(self, name: str, stream: MessageStream) -> str:
+        """Take the messages of a node until its loss, and return how it was lost."""
+        misses, seconds = 0, min(_BEAT_SECONDS, self._silent_seconds / 4)
+        stream.socket.settimeout(seconds)
+        # Silence is counted, not measured: while this process is stopped, or has no
+        # core, it hears nobody.
+        while misses * seconds < self._silent_seconds:
+            try:
+                message = stream.receive(FROM_PEER)
+            except TimeoutError:
+                misses += 1
+                continue
+            if message is None:
+                return "closed"
+            misses, self._heard[name] = 0, time.monotonic()
+            if message["kind"] == "dropped":
+                break
+            if message["kind"] != "alive":
+                self._deliver("message", name, message)
+        return "silent"
 
-
-def _other_version(own: str, other: str) -> str:
-    return (
-        f"expected hpcstrat {own} on every node, found {other}; use one environment on "
-        "all nodes"
-    )
-
-
-def hello(own: Identity, purpose: str, challenge: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answer to a challenge, as fields of a message."""
-    if challenge["version"] != own.version:
-        raise MalformedMessageError(_other_version(own.version, challenge["version"]))
-    number = nonce()
-    words = (challenge["nonce"], number, own.job, own.node, purpose)
-    return {
-        "kind": "hello",
-        "version": own.version,
-        "job": own.job,
-        "name": own.node,
-        "purpose": purpose,
-        "nonce": number,
-        "proof": proof(own.secret, "connector", *words),
-    }
-
-
-def check_welcome(
-    own: Identity, welcome: Mapping[str, Any], nonces: tuple[str, str]
-) -> None:
-    """Raise MalformedMessageError unless the other side has proved the secret."""
-    name, given = welcome["name"], welcome["proof"]
-    if not proves(given, own.secret, "acceptor", *nonces, name):
-        raise MalformedMessageError(
-            "expected the secret of this run, found a wrong proof; another program has "
-            "the port, or there are two runs"
-        )
-
-
-def greet(own: Identity, stream: socket.socket) -> None:
-    """Greet a watcher over a blocking socket, to send it a command afterwards."""
-    lines = LineBuffer()
-    received: list[dict[str, Any]] = []
-
-    def next_message(expected: str) -> dict[str, Any]:
-        while not received:
-            data = stream.recv(1 << 12)
-            if not data:
-                raise MalformedMessageError("the watcher has closed the connection")
-            received.extend(lines.feed(data))
-        message = received.pop(0)
-        kind = check_message(message, GREETINGS)
-        if kind != expected:
-            found = message.get("reason", f"expected {expected}, found {kind}")
-            raise MalformedMessageError(found)
-        return message
-
-    challenge = next_message("challenge")
-    answer = hello(own, "command", challenge)
-    stream.sendall(encode(**answer))
-    nonces = (challenge["nonce"], answer["nonce"])
-    check_welcome(own, next_message("welcome"), nonces)
+    def _lose(self, name: str, why: str) -> None:
+        with self._changing:
+            if name in self._lost:
+                return
+            self._lost.add(name)
+            stream = self._peers.pop(name, None)
+        if stream is not None:
+            if why == "silent":
+                # Without this, the other side would take the end of the connection for
+                # the end of this watcher.
+                with contextlib.suppress(OSError):
+                    stream.send("dropped")
+            stream.end()
+        self._deliver("lost", name, why)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hpcstrat.elastic.watching.child_start import MPI_FOLDERS
-from hpcstrat.elastic.watching.event_inbox import EventInbox
 from hpcstrat.elastic.watching.old_processes import end_generations_before
 from hpcstrat.elastic.watching.run_launch import child_words
 
@@ -39,62 +38,45 @@ def give_up(order: Path, *states: str) -> None:
 class NodePrograms:
     """The launcher, the daemons of mpirun, the ranks, and the writer of snapshots.
 
-    Ranks are children of their launcher; they are known because they register.
-    ``environment`` is that of all programs, without the generation.
+    Ranks are children of their launcher; ``ranks`` has the generation of each process
+    that has started one, and has registered. ``environment`` is that of all programs,
+    without the generation.
     """
 
-    def __init__(
-        self, run: str, environment: Mapping[str, str], output: Path, inbox: EventInbox
-    ) -> None:
-        self._run, self._environment = run, environment
-        self._output, self._inbox = output, inbox
+    def __init__(self, run: str, environment: Mapping[str, str], output: Path) -> None:
+        self._run, self._environment, self._output = run, environment, output
+        self.ranks: dict[int, int] = {}
         self._launcher: subprocess.Popen[bytes] | None = None
-        self._ranks: dict[int, int | None] = {}
         self._writer: subprocess.Popen[bytes] | None = None
         # Nodes of the orders that were given to the writer.
         self._orders: dict[Path, list[str]] = {}
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def __repr__(self) -> str:
-        return f"NodePrograms({len(self._ranks)} ranks)"
+        return f"NodePrograms({len(self.ranks)} ranks)"
+
+    def start_launcher(
+        self, words: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        """Start the launcher of a generation."""
+        self._launcher = self._start(words, environment)
 
     @property
     def has_launcher(self) -> bool:
-        """True if the launcher of a generation runs on this node."""
-        return self._launcher is not None
+        """True while the launcher of a generation runs on this node."""
+        return self._launcher is not None and self._launcher.poll() is None
 
     @property
-    def has_ranks(self) -> bool:
-        """True if ranks run on this node."""
-        return bool(self._ranks)
-
-    @property
-    def has_writer(self) -> bool:
-        """True if the process that writes snapshots runs."""
-        return self._writer is not None
-
-    def start_launcher(
-        self, words: Sequence[str], environment: Mapping[str, str], number: int
-    ) -> None:
-        """Start the launcher of a generation; its end is an event ``launcher``."""
-        with self._output.open("ab") as output:
-            child = child_words(words)
-            self._launcher = self._start(child, environment, output.fileno())
-        self._inbox.watch(self._launcher.pid, "launcher", number)
-
     def launcher_status(self) -> int:
-        """Return the status of the launcher, which has ended, and forget it."""
+        """The status of the last launcher, which has ended."""
         assert self._launcher is not None
-        status = self._launcher.wait()
-        self._launcher = None
-        return status
+        return self._launcher.wait()
 
     def start_daemon(self, line: str, folder: str, number: int, out: int) -> None:
         """Start a daemon of mpirun, whose output goes to a socket."""
-        generation = {"HPCSTRAT_WATCH_GENERATION": str(number)}
-        env = {**self._environment, **generation}
-        child = child_words(["/bin/sh", "-c", line])
-        self._daemons.append(self._start(child, env, out, folder))
+        env = {**self._environment, "HPCSTRAT_WATCH_GENERATION": str(number)}
+        words = ["/bin/sh", "-c", line]
+        self._daemons.append(self._start(words, env, out, cwd=folder))
         # A daemon is no zombie for long.
         self._daemons = [one for one in self._daemons if one.poll() is None]
 
@@ -116,15 +98,8 @@ class NodePrograms:
         OSError if it has ended.
         """
         if self._writer is None:
-            with self._output.open("ab") as output:
-                words_of_writer = child_words(_WRITER, nice=19)
-                self._writer = self._start(
-                    words_of_writer,
-                    self._environment,
-                    output.fileno(),
-                    stdin=subprocess.PIPE,
-                )
-            self._inbox.watch(self._writer.pid, "writer")
+            environment, pipe = self._environment, subprocess.PIPE
+            self._writer = self._start(_WRITER, environment, nice=19, stdin=pipe)
         assert self._writer.stdin is not None
         if self._writer.stdin.closed:
             raise BrokenPipeError("the writer takes no more tasks")
@@ -141,11 +116,16 @@ class NodePrograms:
         if at_once:
             self._writer.kill()
 
-    def forget_writer(self) -> int:
-        """Return the status of the writer, which has ended; its saves are given up."""
-        assert self._writer is not None
+    @property
+    def has_writer(self) -> bool:
+        """True until the end of the writer has been noticed by `look_at_writer`."""
+        return self._writer is not None
+
+    def look_at_writer(self) -> int:
+        """Give up the saves of an ended writer, and return its status; else 0."""
+        if self._writer is None or (status := self._writer.poll()) is None:
+            return 0
         self.end_writer()
-        status = self._writer.wait()
         self._writer = None
         own = self._environment["HPCSTRAT_WATCH_NODE"]
         for order, nodes in self._orders.items():
@@ -163,38 +143,27 @@ class NodePrograms:
         self,
         words: Sequence[str],
         environment: Mapping[str, str],
-        output: int,
-        folder: str | None = None,
-        stdin: int = subprocess.DEVNULL,
+        output: int | None = None,
+        nice: int = 0,
+        **more: Any,
     ) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            list(words),
-            env=dict(environment),
-            cwd=folder,
-            stdin=stdin,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+        """Start a program that ends with this process; it writes to this node's file.
 
-    def add_rank(self, pid: int, number: int) -> None:
-        """Watch the process that has started a rank; its end is an event ``rank``."""
-        self._ranks[pid] = None
-        self._inbox.watch(pid, "rank", pid, number)
-
-    def set_status(self, pid: int, status: int) -> None:
-        """Keep the exit status that the process of a rank has reported."""
-        if pid in self._ranks:
-            self._ranks[pid] = status
-
-    def forget_rank(self, pid: int) -> int:
-        """Return the status of a rank that has ended; as after SIGKILL if unknown."""
-        status = self._ranks.pop(pid, None)
-        return 128 + signal.SIGKILL if status is None else status
+        Further arguments are those of Popen.
+        """
+        with self._output.open("ab") as file:
+            return subprocess.Popen(
+                child_words(words, nice),
+                env=dict(environment),
+                stdout=file if output is None else output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                **{"stdin": subprocess.DEVNULL, **more},
+            )
 
     def signal_ranks(self, number: int) -> None:
         """Send a signal to the ranks of this node."""
-        for pid in self._ranks:
+        for pid in self.ranks:
             with contextlib.suppress(OSError):
                 # Each rank has a process group.
                 if (group := os.getpgid(pid)) != os.getpgid(0):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 
-from hpcstrat.elastic.watching.child_start import ask
+from hpcstrat.elastic.watching.child_start import tell
 
 __all__ = ["report_progress"]
 
@@ -31,5 +32,7 @@ def report_progress(step: int) -> None:
     now = time.monotonic()
     if path and now - _last_report[0] >= _PAUSE_SECONDS:
         _last_report[0] = now
-        with contextlib.suppress(OSError, ValueError):
-            ask(path, {"progress": int(step)}, answered=False)
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as watcher:
+            watcher.settimeout(_PAUSE_SECONDS)
+            watcher.connect(path)
+            tell(watcher, "progress", step=int(step))

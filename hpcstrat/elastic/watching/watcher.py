@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
+import shutil
 import signal
 import socket
 import time
@@ -14,13 +16,13 @@ from hpcstrat.elastic.watching import claims
 from hpcstrat.elastic.watching.allocation_end import end_allocation
 from hpcstrat.elastic.watching.child_start import node_variables
 from hpcstrat.elastic.watching.claims import Generation
-from hpcstrat.elastic.watching.event_inbox import EventInbox
 from hpcstrat.elastic.watching.leader import Leader
-from hpcstrat.elastic.watching.local_requests import LocalRequests, NodeFolder
+from hpcstrat.elastic.watching.local_requests import make_node_folder, take_requests
 from hpcstrat.elastic.watching.mesh import Identity, Mesh
 from hpcstrat.elastic.watching.node_programs import NodePrograms, give_up
 from hpcstrat.elastic.watching.run_launch import environment_without_step
 from hpcstrat.elastic.watching.run_state import RunState, WatchOptions
+from hpcstrat.elastic.watching.watch_messages import MessageStream
 from hpcstrat.elastic.watching.watch_secret import run_name
 
 __all__ = ["STATUSES", "Watcher"]
@@ -42,7 +44,8 @@ _LEAVING_SECONDS = 600.0
 _OLDER_SECONDS = 15.0
 # Limits for the last saves; Slurm ends a job 30 s after SIGTERM.
 _STOPPED_SECONDS, _SAVING_SECONDS = 25.0, 3600.0
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+_STOP = signal.SIGTERM, signal.SIGINT
+_SIGNALS = (*_STOP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
 
 
 def _in_time(act: Callable[[], Any]) -> Any:
@@ -66,7 +69,10 @@ class Watcher:
         identity: Identity,
         addresses: dict[str, tuple[str, int]],
     ) -> None:
-        self._node, self._inbox = identity.node, EventInbox()
+        self._node = identity.node
+        # Each event is a tuple of its kind and its values. A signal handler may put
+        # events, too, because a SimpleQueue is reentrant.
+        self._events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         nodes = tuple(addresses)
         self._state = RunState(
             options, self._node, nodes, Generation(0, "", nodes, (), job=identity.job)
@@ -90,25 +96,27 @@ class Watcher:
             run,
             {**own, **node_variables(run, host), **about_node},
             options.folder / f"output-{self._node}",
-            self._inbox,
         )
         self._mesh = Mesh(
             identity,
             addresses,
-            self._inbox.put,
+            self._deliver,
             silent_seconds=options.silent_seconds,
         )
         self._leader = Leader(self._state, self._mesh, self._programs, variables)
-        self._folder = _in_time(lambda: NodeFolder(run, host))
-        LocalRequests(self._folder.path / "socket", self._inbox.put)
+        self._folder = _in_time(lambda: make_node_folder(run, host))
+        take_requests(self._folder / "socket", self._deliver)
 
     def __repr__(self) -> str:
         return f"Watcher({self._node}, generation {self._state.generation.number})"
 
+    def _deliver(self, *event: Any) -> None:
+        self._events.put(event)
+
     def run(self) -> int:
         """Watch until the end of the run, and return the exit status."""
         for number in _SIGNALS:
-            signal.signal(number, lambda number, _: self._inbox.put("signal", number))
+            signal.signal(number, lambda number, _: self._deliver("signal", number))
         # The terminal, or the srun of the watchers' step, may be gone.
         signal.signal(signal.SIGHUP, lambda *_: None)
         # Processes of this run that an earlier watcher of this node has left.
@@ -123,30 +131,31 @@ class Watcher:
         return STATUSES[self._state.reason]
 
     def _handle_events(self) -> None:
+        """Handle the events so far, after at most a short time without any."""
         handlers: dict[str, Callable[..., None]] = {
-            "came": self._on_came,
+            "came": self._state.present.add,
             "lost": self._on_lost,
             "message": self._on_message,
             "command": self._on_command,
             "local": self._on_local,
-            "rank": self._on_rank_end,
-            "writer": self._on_writer_end,
-            "launcher": self._leader.take_launcher_end,
+            "left": self._on_left,
             "signal": self._on_signal,
             "log": self._state.log,
             "failed": self._on_failure,
         }
-        for kind, *values in self._inbox.wait(_TICK_SECONDS):
-            handlers[kind](*values)
+        with contextlib.suppress(queue.Empty):
+            kind, *values = self._events.get(timeout=_TICK_SECONDS)
+            while True:
+                handlers[kind](*values)
+                kind, *values = self._events.get_nowait()
+        if status := self._programs.look_at_writer():
+            self._state.log(f"the writer of snapshots ended with status {status}")
 
     def _on_failure(self, text: str) -> None:
         self._state.log(
             f"ends by an error of its connections: {text}; please report it"
         )
         self._state.reason = "failed"
-
-    def _on_came(self, name: str) -> None:
-        self._state.present.add(name)
 
     def _on_lost(self, name: str, why: str) -> None:
         self._state.present.discard(name)
@@ -164,7 +173,7 @@ class Watcher:
     def _on_message(self, name: str, message: dict[str, Any]) -> None:
         kind = message.pop("kind")
         if kind == "generation":
-            self._join(message)
+            self._join(Generation.of(message))
         elif kind == "progress":
             self._state.step = max(self._state.step, message["step"])
         elif kind == "save":
@@ -175,10 +184,7 @@ class Watcher:
         else:
             self._leader.take(name, kind, message)
 
-    def _join(self, told: dict[str, Any]) -> None:
-        members, nodes = tuple(told.pop("members")), tuple(told.pop("nodes"))
-        job = self._state.generation.job
-        newer = Generation(members=members, nodes=nodes, job=job, **told)
+    def _join(self, newer: Generation) -> None:
         if newer.number <= self._state.generation.number:
             return
         self._state.generation, self._is_gathered = newer, True
@@ -192,56 +198,58 @@ class Watcher:
 
     def _on_command(self, message: dict[str, Any], stream: socket.socket) -> None:
         with stream:
+            del message["kind"]
             if message["number"] != self._state.generation.number:
                 return
             try:
-                self._programs.start_daemon(
-                    message["line"],
-                    message["folder"],
-                    message["number"],
-                    stream.fileno(),
-                )
+                self._programs.start_daemon(**message, out=stream.fileno())
             except OSError as error:
                 self._state.log(f"cannot start a daemon of mpirun: {error}")
 
     def _on_local(
-        self, pid: int, message: dict[str, Any], answer: Callable[[Any], None]
+        self, pid: int, message: dict[str, Any], stream: MessageStream
     ) -> None:
-        current = self._state.generation
-        if message["kind"] == "progress":
-            self._state.step = max(self._state.step, message["step"])
-            self._mesh.send(
-                list(self._state.present), "progress", step=self._state.step
-            )
-        elif message["kind"] == "rank_end":
-            self._programs.set_status(pid, message["status"])
-            answer({"accepted": message["number"]})
-        elif message["kind"] == "save":
-            order, nodes = message["order"], message["nodes"]
-            others = [name for name in nodes if name != self._node]
-            self._mesh.send(others, "save", order=order, nodes=nodes)
+        kind, state = message["kind"], self._state
+        if kind == "progress":
+            state.step = max(state.step, message["step"])
+            self._mesh.send(list(state.present), "progress", step=state.step)
+        elif kind == "save":
+            others = [name for name in message["nodes"] if name != self._node]
+            self._mesh.send(others, **message)
             self._save(message)
-        elif message["number"] != current.number or self._node not in current.nodes:
-            refusal = (
-                f"expected generation {current.number} on {', '.join(current.nodes)}, "
-                f"found a rank of generation {message['number']} on {self._node}"
-            )
-            answer({"refused": refusal})
+        elif kind == "rank_end":
+            self._end_rank(pid, message["status"])
         else:
-            self._programs.add_rank(pid, current.number)
-            self._tell_leader("rank_came", number=current.number)
-            answer({"accepted": current.number, "node": self._node})
+            self._add_rank(pid, message["number"], stream)
+
+    def _add_rank(self, pid: int, number: int, stream: MessageStream) -> None:
+        current = self._state.generation
+        with contextlib.suppress(OSError):
+            if number == current.number and self._node in current.nodes:
+                self._programs.ranks[pid] = number
+                self._tell_leader("rank", number=number)
+                stream.send("accepted", node=self._node)
+                return
+            reason = (
+                f"expected generation {current.number} on {', '.join(current.nodes)}, "
+                f"found a rank of generation {number} on {self._node}"
+            )
+            stream.send("refused", reason=reason)
+
+    def _on_left(self, pid: int) -> None:
+        # A rank that has reported no status was killed.
+        self._end_rank(pid, 128 + signal.SIGKILL)
+
+    def _end_rank(self, pid: int, status: int) -> None:
+        number = self._programs.ranks.pop(pid, None)
+        if number == self._state.generation.number:
+            self._tell_leader("rank_end", number=number, status=status)
 
     def _tell_leader(self, kind: str, **fields: int) -> None:
         if self._state.generation.leader == self._node:
             self._on_message(self._node, {"kind": kind, **fields})
         else:
             self._mesh.send([self._state.generation.leader], kind, **fields)
-
-    def _on_rank_end(self, pid: int, number: int) -> None:
-        status = self._programs.forget_rank(pid)
-        if number == self._state.generation.number:
-            self._tell_leader("rank_ended", number=number, status=status)
 
     def _save(self, message: dict[str, Any]) -> None:
         """Have this node's part of a snapshot written."""
@@ -254,12 +262,11 @@ class Watcher:
         if lost := self._state.lost.keys() & nodes:
             self._programs.give_up_saves(lost.pop())
 
-    def _on_writer_end(self) -> None:
-        if status := self._programs.forget_writer():
-            self._state.log(f"the writer of snapshots ended with status {status}")
-
     def _on_signal(self, number: int) -> None:
-        if number in (signal.SIGTERM, signal.SIGINT):
+        if number == signal.SIGCHLD:
+            # A launcher or a writer has ended, which is looked at after each event.
+            return
+        if number in _STOP:
             self._state.log(f"was told to stop (signal {number})")
             self._is_stopping = True
         if self._leader.launcher != "srun":
@@ -285,7 +292,7 @@ class Watcher:
                     "nothing is started until it is back"
                 )
             self._is_folder_gone = True
-            if self._is_stopping and not self._programs.has_ranks:
+            if self._is_stopping and not self._programs.ranks:
                 state.reason = "stopped"
 
     def _act(self) -> None:
@@ -311,7 +318,7 @@ class Watcher:
         until = time.monotonic() + limit
         current, living = self._state.generation, self._state.living()
         nodes = [name for name in current.nodes if name in living]
-        has_snapshots = any(self._folder.path.glob("memory/*/*.record"))
+        has_snapshots = any(self._folder.glob("memory/*/*.record"))
         is_early = reason in ("no_progress", "stopped", "too_few")
         if is_early and has_snapshots and self._node in nodes:
             self._state.log("saves the newest snapshot in node memory to the disk")
@@ -335,7 +342,7 @@ class Watcher:
             self._mesh.send(list(self._state.present), "end", reason=reason)
         self._programs.end_all()
         self._end_saves(reason)
-        self._folder.remove()
+        shutil.rmtree(self._folder, ignore_errors=True)
         self._state.log(f"ends: {reason}")
         if reason in _COMMON_REASONS:
             until = time.monotonic() + _LEAVING_SECONDS

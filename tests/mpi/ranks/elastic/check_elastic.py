@@ -127,7 +127,7 @@ def test_commits_report_progress_to_the_watcher(
         if strategy.rank == 0:
             line, _ = server.accept()
             with line, line.makefile() as lines:
-                assert json.loads(lines.readline()) == {"progress": 7}
+                assert json.loads(lines.readline()) == {"kind": "progress", "step": 7}
             server.setblocking(False)
             with pytest.raises(BlockingIOError):
                 server.accept()

@@ -35,17 +35,18 @@ def test_newest_generation_is_named(
 
 def test_messages_are_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(tmp_path / "socket")
-    assert not tell_watcher(progress=3)
+    assert not tell_watcher("progress", step=3)
     monkeypatch.setenv("HPCSTRAT_WATCH_SOCKET", path)
     # A watcher that has ended is no error.
-    assert not tell_watcher(progress=3)
+    assert not tell_watcher("progress", step=3)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
         server.bind(path)
         server.listen()
-        assert tell_watcher(progress=3)
+        assert tell_watcher("progress", step=3)
         line, _ = server.accept()
         with line:
-            assert json.loads(line.makefile().readline()) == {"progress": 3}
+            told = json.loads(line.makefile().readline())
+            assert told == {"kind": "progress", "step": 3}
 
 
 @pytest.mark.parametrize("memory", [False, 1])
@@ -70,5 +71,5 @@ def test_saves_and_snapshots_tell_their_steps(
             while True:
                 line, _ = server.accept()
                 with line:
-                    told.append(json.loads(line.makefile().readline())["progress"])
+                    told.append(json.loads(line.makefile().readline())["step"])
     assert told == ([1, 2, 3, 4] if memory else [1, 3])

@@ -7,13 +7,11 @@ from pathlib import Path
 
 from hpcstrat.elastic.watching import claims
 from hpcstrat.elastic.watching.claims import Generation
-from hpcstrat.elastic.watching.event_inbox import EventInbox
 from hpcstrat.elastic.watching.leader import Leader
-from hpcstrat.elastic.watching.mesh import Identity, hello
+from hpcstrat.elastic.watching.mesh import Identity
 from hpcstrat.elastic.watching.node_programs import NodePrograms
 from hpcstrat.elastic.watching.run_launch import RunLaunch
 from hpcstrat.elastic.watching.run_state import RunState, WatchOptions
-from hpcstrat.elastic.watching.watch_messages import LineBuffer, encode
 from tests.unit.elastic.watching.test_mesh import JOB, SECRET, meeting
 
 SECONDS = 20
@@ -26,22 +24,19 @@ def test_a_leader_that_is_cut_off_claims_nothing(tmp_path: Path) -> None:
     nodes = ("a", "b", "c")
     state = RunState(options, "a", nodes, Generation(0, "", nodes, (), job=JOB))
     variables = {"HPCSTRAT_WATCH_SOCKET": str(tmp_path / "socket")}
-    programs = NodePrograms("none", variables, tmp_path / "output", EventInbox())
+    programs = NodePrograms("none", variables, tmp_path / "output")
     with meeting("abc", silent_seconds=2.0) as met:
         leader = Leader(state, met.start("a"), programs, {})
         streams = {}
         for name in "bc":
-            streams[name] = met.connect("a")
-            challenge = LineBuffer().feed(streams[name].recv(1 << 12))[0]
-            answer = hello(Identity(SECRET, JOB, name), "peer", challenge)
-            streams[name].sendall(encode(**answer))
+            streams[name] = met.greet("a", Identity(SECRET, JOB, name), "peer")
             assert met.next("a", "came") == (name,)
             state.present.add(name)
         leader.lead(time.monotonic())
         assert claims.newest(tmp_path) == 1
         # The last sign of life of c comes later than that of b.
         time.sleep(0.4)
-        streams["c"].sendall(encode("alive"))
+        streams["c"].send("alive")
         until = time.monotonic() + SECONDS
         while state.present:
             assert time.monotonic() < until
@@ -56,4 +51,4 @@ def test_a_leader_that_is_cut_off_claims_nothing(tmp_path: Path) -> None:
         assert list(state.lost) == ["b", "c"]
         assert claims.newest(tmp_path) == 1
         for stream in streams.values():
-            stream.close()
+            stream.socket.close()

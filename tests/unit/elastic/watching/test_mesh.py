@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import queue
 import random
 import socket
@@ -12,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from hpcstrat.elastic.watching.mesh import Identity, Mesh, greet, hello
+from hpcstrat.elastic.watching.mesh import Identity, Mesh, greet
 from hpcstrat.elastic.watching.watch_messages import (
-    LineBuffer,
+    GREETINGS,
     MalformedMessageError,
-    encode,
+    MessageStream,
 )
 
 SECRET, JOB = b"s" * 64, "Slurm 7.0.0"
@@ -61,6 +62,17 @@ class Meeting:
         """Return a connection with the mesh of a node."""
         return socket.create_connection(self.addresses[name], timeout=_SECONDS)
 
+    def greet(self, name: str, identity: Identity, purpose: str) -> MessageStream:
+        """Return a connection with the mesh of a node, after the greetings."""
+        stream = MessageStream(self.connect(name))
+        try:
+            greet(identity, stream, purpose)
+        except MalformedMessageError:
+            stream.socket.close()
+            raise
+        stream.socket.settimeout(_SECONDS)
+        return stream
+
 
 @contextlib.contextmanager
 def meeting(names: str, **options: Any) -> Iterator[Meeting]:
@@ -88,8 +100,8 @@ def test_watchers_meet_talk_and_notice_an_end() -> None:
         # Both sides of a connection that one of them drops know the same.
         met.meshes["a"].drop("b")
         assert met.next("a", "lost") == ("b", "silent")
-        assert met.next("b", "lost") == ("c", "closed")
-        assert met.next("b", "lost") == ("a", "silent")
+        lost = {met.next("b", "lost") for _ in range(2)}
+        assert lost == {("c", "closed"), ("a", "silent")}
 
 
 @pytest.mark.parametrize(
@@ -97,7 +109,7 @@ def test_watchers_meet_talk_and_notice_an_end() -> None:
     [
         (Identity(b"x" * 64, JOB, "b"), "found a wrong proof"),
         (Identity(SECRET, "Slurm 8.0.0", "b"), "two jobs use the same folder"),
-        (Identity(SECRET, JOB, "b", version="0.0.0"), "expected hpcstrat 0.0.0 on"),
+        (Identity(SECRET, JOB, "b", version="0.0.0"), "0.0.0"),
     ],
 )
 def test_a_stranger_is_refused(identity: Identity, said: str) -> None:
@@ -113,53 +125,90 @@ def test_a_stranger_is_refused(identity: Identity, said: str) -> None:
 
 def _read(stream: socket.socket) -> list[dict[str, Any]]:
     """Return the messages until the other side closes the connection."""
-    lines, found = LineBuffer(), []
+    found = b""
     with contextlib.suppress(ConnectionError):
         while data := stream.recv(1 << 16):
-            found += lines.feed(data)
-    return found
+            found += data
+    return [json.loads(line) for line in found.splitlines()]
 
 
-def test_no_command_comes_from_a_stranger() -> None:
-    told = encode("command", number=1, line="touch /nonexistent/file", folder="/")
+def _hello(identity: Identity, purpose: str) -> dict[str, Any]:
+    return {
+        "kind": "hello",
+        "version": identity.version,
+        "job": identity.job,
+        "name": identity.node,
+        "purpose": purpose,
+        "nonce": "0",
+    }
+
+
+@pytest.mark.parametrize("given", ["0" * 64, "", "\ud800"])
+def test_no_command_comes_from_a_stranger(given: str) -> None:
+    own = Identity(SECRET, JOB, "b")
+    told = {"number": 1, "line": "touch /nonexistent/file", "folder": "/"}
+    command = {"kind": "command", **told}
     with meeting("ab") as met:
         met.start("a")
-        for greeting in (b"", encode("welcome", name="a", proof="0" * 64)):
+        greetings = (), (_hello(own, "command"), {"kind": "proof", "proof": given})
+        for greeting in greetings:
             with met.connect("a") as stream:
-                stream.sendall(greeting + told)
-                assert [one["kind"] for one in _read(stream)] == [
-                    "challenge",
-                    "refused",
-                ]
-        # A proof of an earlier connection does not fit the number of a new one.
-        own = Identity(SECRET, JOB, "b")
-        with met.connect("a") as stream, met.connect("a") as later:
-            challenge = LineBuffer().feed(stream.recv(1 << 12))[0]
-            answer = encode(**hello(own, "command", challenge))
-            later.sendall(answer + told)
-            assert [one["kind"] for one in _read(later)] == ["challenge", "refused"]
+                for message in (*greeting, command):
+                    stream.sendall(json.dumps(message).encode() + b"\n")
+                # A stranger gets no proof.
+                assert [one["kind"] for one in _read(stream)] == ["hello", "refused"]
         # With the secret, it is delivered.
-        with met.connect("a") as stream:
-            greet(own, stream)
-            stream.sendall(told)
+        stream = met.greet("a", own, "command")
+        with stream.socket:
+            stream.send(**command)
             message, delivered = met.next("a", "command")
             delivered.close()
-        assert message["line"] == "touch /nonexistent/file"
+        assert message == command
+        assert met.events["a"].empty()
+
+
+def test_a_proof_of_another_connection_is_refused() -> None:
+    """Somebody reads a connection, and sends the same words again."""
+    with meeting("ab") as met:
+        met.start("a")
+        said: list[bytes] = []
+        with met.connect("a") as connection:
+            stream = MessageStream(connection)
+            send = connection.sendall
+
+            class Recorded:
+                """A connection whose sent bytes are kept."""
+
+                def __getattr__(self, name: str) -> Any:
+                    return getattr(connection, name)
+
+                def sendall(self, data: bytes) -> None:
+                    said.append(data)
+                    send(data)
+
+            stream.socket = Recorded()  # type: ignore[assignment]
+            greet(Identity(SECRET, JOB, "b"), stream, "command")
+        with met.connect("a") as later:
+            for data in said:
+                later.sendall(data)
+            assert [one["kind"] for one in _read(later)] == ["hello", "refused"]
+        assert "wrong proof" in met.next("a", "log")[0]
 
 
 def test_a_stranger_that_listens_gets_no_secret_and_no_command() -> None:
     """Another program has the port of a watcher, and sends its own words back."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         own = Identity(SECRET, JOB, "b")
-        stream = socket.create_connection(server.getsockname())
-        other, _ = server.accept()
-        with stream, other:
-            other.sendall(encode("challenge", version=own.version, nonce="0"))
-            other.sendall(encode("welcome", name="a", proof="0" * 64))
+        stream = MessageStream(socket.create_connection(server.getsockname()))
+        connection, _ = server.accept()
+        other = MessageStream(connection)
+        with stream.socket, connection:
+            other.send(**_hello(Identity(b"", JOB, "a"), ""))
+            other.send("proof", proof="0" * 64)
             with pytest.raises(MalformedMessageError, match="another program has"):
-                greet(own, stream)
-            [answer] = LineBuffer().feed(other.recv(1 << 16))
-            assert SECRET.decode() not in str(answer)
+                greet(own, stream, "command")
+            told = [other.receive(GREETINGS) for _ in range(2)]
+            assert SECRET.decode() not in str(told)
 
 
 def test_fuzzed_bytes_change_nothing() -> None:
@@ -182,19 +231,18 @@ def test_a_stranger_writes_no_lines_into_the_log() -> None:
     with meeting("ab") as met:
         met.start("a")
         with met.connect("a") as stream:
-            stream.sendall(encode("refused", reason="x\nnode1: ends: complete\x1b[2J"))
+            reason = "x\nnode1: ends: complete\x1b[2J"
+            MessageStream(stream).send("refused", reason=reason)
             assert met.next("a", "log")[0].endswith("x?node1: ends: complete?[2J")
 
 
 def test_a_malformed_message_of_a_watcher_is_its_loss() -> None:
     with meeting("ab") as met:
         met.start("a")
-        with met.connect("a") as stream:
-            challenge = LineBuffer().feed(stream.recv(1 << 12))[0]
-            own = Identity(SECRET, JOB, "b")
-            stream.sendall(encode(**hello(own, "peer", challenge)))
+        stream = met.greet("a", Identity(SECRET, JOB, "b"), "peer")
+        with stream.socket:
             assert met.next("a", "came") == ("b",)
-            stream.sendall(encode("generation", number=-1))
+            stream.send("generation", number=-1)
             assert "expected a message" in met.next("a", "log")[0]
             assert met.next("a", "lost") == ("b", "closed")
 
@@ -202,12 +250,36 @@ def test_a_malformed_message_of_a_watcher_is_its_loss() -> None:
 def test_a_silent_watcher_is_lost() -> None:
     with meeting("ab", silent_seconds=0.3) as met:
         met.start("a")
-        with met.connect("a") as stream:
-            challenge = LineBuffer().feed(stream.recv(1 << 12))[0]
-            own = Identity(SECRET, JOB, "b")
-            stream.sendall(encode(**hello(own, "peer", challenge)))
+        stream = met.greet("a", Identity(SECRET, JOB, "b"), "peer")
+        with stream.socket:
             assert met.next("a", "lost") == ("b", "silent")
-            assert _read(stream)[-1] == {"kind": "dropped"}
+            assert _read(stream.socket)[-1] == {"kind": "dropped"}
+
+
+def test_a_watcher_that_reads_nothing_is_lost() -> None:
+    """Its messages must not keep this watcher waiting."""
+    with meeting("ab", silent_seconds=0.3) as met:
+        mesh = met.start("a")
+        stream = met.greet("a", Identity(SECRET, JOB, "b"), "peer")
+        with stream.socket:
+            assert met.next("a", "came") == ("b",)
+            for _ in range(1000):
+                stream.send("alive")
+                mesh.send(["b"], "end", reason="x" * 60_000)
+                if not met.events["a"].empty():
+                    break
+            assert met.next("a", "lost") == ("b", "silent")
+
+
+def test_a_second_watcher_of_a_node_is_refused() -> None:
+    with meeting("ab") as met:
+        met.start("a")
+        met.start("b")
+        assert met.next("a", "came") == ("b",)
+        with pytest.raises(MalformedMessageError, match="which is lost, connected"):
+            met.greet("a", Identity(SECRET, JOB, "b"), "peer")
+        with pytest.raises(MalformedMessageError, match="found c, which is lost"):
+            met.greet("a", Identity(SECRET, JOB, "c"), "peer")
 
 
 def test_a_node_is_doubtful_before_it_is_lost() -> None:
@@ -215,11 +287,8 @@ def test_a_node_is_doubtful_before_it_is_lost() -> None:
         mesh = met.start("a")
         met.start("b")
         assert met.next("a", "came") == ("b",)
-        with met.connect("a") as stream:
-            challenge = LineBuffer().feed(stream.recv(1 << 12))[0]
-            stream.sendall(
-                encode(**hello(Identity(SECRET, JOB, "c"), "peer", challenge))
-            )
+        stream = met.greet("a", Identity(SECRET, JOB, "c"), "peer")
+        with stream.socket:
             assert met.next("a", "came") == ("c",)
             assert mesh.doubtful("bc") == []
             until = time.monotonic() + _SECONDS

@@ -8,6 +8,7 @@ import os
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.elastic.watching.event_inbox import EventInbox
 from hpcstrat.elastic.watching.node_programs import NodePrograms
 from tests.mpi.ranks.saved import Counter, fill, make_variable
 
@@ -107,7 +107,7 @@ class Watchers:
         self._random = random.Random(nodes.count)
         self._kills: list[threading.Timer] = []
         self._is_over = threading.Event()
-        self._told: list[tuple[EventInbox, NodePrograms]] = []
+        self._programs: list[NodePrograms] = []
         node = self.job.rank * nodes.count // self.job.size
         self._settings = {
             "HPCSTRAT_WATCH_FOLDER": str(self.folder),
@@ -143,7 +143,7 @@ class Watchers:
 
     def save_newest(self, number: int, names: list[str]) -> None:
         """Save the newest snapshot of some nodes, on rank 0 in a `watching` block."""
-        for name, (_, programs) in zip(self.names, self._told, strict=True):
+        for name, programs in zip(self.names, self._programs, strict=True):
             if name in names:
                 programs.save_newest(number, names)
 
@@ -155,14 +155,13 @@ class Watchers:
             self.job.Barrier()
             return
         self._is_over.clear()
-        self._told.clear()
+        self._programs.clear()
         for number, name in enumerate(self.names):
             memory = {"HPCSTRAT_WATCH_MEMORY": str(self.root / f"node-{number}")}
             env = {**os.environ, **memory, "HPCSTRAT_WATCH_NODE": name}
             env.pop("HPCSTRAT_WATCH_GENERATION")
-            inbox = EventInbox()
             output = self.root / f"output-{name}"
-            self._told.append((inbox, NodePrograms("abc", env, output, inbox)))
+            self._programs.append(NodePrograms("abc", env, output))
         server = socket.socket(socket.AF_UNIX)
         server.bind(self._settings["HPCSTRAT_WATCH_SOCKET"])
         server.listen()
@@ -184,27 +183,27 @@ class Watchers:
                 line, _ = server.accept()
                 with line, line.makefile() as lines:
                     told = json.loads(lines.readline())
-                if "save" in told:
+                if told["kind"] == "save":
                     self._save(told)
             self._see_ends()
-        for _, programs in self._told:
+        for programs in self._programs:
             programs.end_writer()
-        while any(programs.has_writer for _, programs in self._told):
+        while any(programs.has_writer for programs in self._programs):
             self._see_ends()
 
     def _save(self, told: dict[str, Any]) -> None:
-        for name, (_, programs) in zip(self.names, self._told, strict=True):
+        for name, programs in zip(self.names, self._programs, strict=True):
             if name in told["nodes"]:
-                programs.save(self.folder / told["save"], told["nodes"])
+                programs.save(self.folder / told["order"], told["nodes"])
         if self.kill_after is not None:
-            programs = self._random.choice(self._told)[1]
+            programs = self._random.choice(self._programs)
             self._kills.append(threading.Timer(self.kill_after, _kill, [programs]))
             self._kills[-1].start()
 
     def _see_ends(self) -> None:
-        for inbox, programs in self._told:
-            if inbox.wait(0.001):
-                programs.forget_writer()
+        time.sleep(0.001)
+        for programs in self._programs:
+            programs.look_at_writer()
 
 
 def _kill(programs: NodePrograms) -> None:
