@@ -10,8 +10,6 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-
 from hpcstrat.checkpoint.disk import (
     closing,
     flush,
@@ -22,16 +20,8 @@ from hpcstrat.checkpoint.file.commit_record import block_hash
 from hpcstrat.checkpoint.file.skeleton import packed_python
 from hpcstrat.checkpoint.file.skeleton_cache import SkeletonCache
 from hpcstrat.checkpoint.keep.watcher_contract import watcher
-from hpcstrat.checkpoint.node_memory.save_orders import (
-    GivenUpError,
-    OrderFile,
-    SaveOrder,
-)
-from hpcstrat.checkpoint.node_memory.slot_files import (
-    Record,
-    SlotMap,
-    SnapshotFolder,
-)
+from hpcstrat.checkpoint.node_memory.save_orders import GivenUpError, OrderFile
+from hpcstrat.checkpoint.node_memory.slot_files import SlotMap, SnapshotFolder
 from hpcstrat.checkpoint.node_memory.spare_copy import receive_copy, send_copy
 from hpcstrat.checkpoint.save.pending_save import Publication
 from hpcstrat.engine.file_bytes import write_all
@@ -47,56 +37,49 @@ _RECORD_SECONDS = 30.0
 _skeletons = SkeletonCache()
 
 
-def execute(file: OrderFile) -> bool:
-    """Write this node's blocks of an order, and publish it on its first node.
-
-    An error gives up the save, and is its cause; returns whether the save succeeded.
-    """
-    order, node = file.read(), watcher().node
-    if order is None or node not in (*order.nodes, order.spare):
-        return False
+def execute(file: OrderFile) -> None:
+    """Do this node's part of an order; an error gives it up, and is its cause."""
+    order, node = file.order, watcher().node
+    if node not in (*order.nodes, order.spare):
+        return
     try:
         if node == order.spare:
-            receive_copy(file, order)
+            receive_copy(file)
         elif order.publication is None:
-            send_copy(file, order, _source(file, order))
+            send_copy(file, _source(file))
         else:
-            _save(file, order, order.publication, order.nodes.index(node))
+            _save(file, order.publication, leads=node == order.nodes[0])
     except GivenUpError:
-        return False
+        return
     except Exception as error:
-        if not file.is_under_way:
-            # Another node has given it up, and closes its connections.
-            return False
-        traceback.print_exc()
-        file.give_up(f"{type(error).__name__} on {node}: {error}")
-        return False
-    return True
+        # If another node has given it up, that node has closed its connections.
+        if file.is_under_way:
+            traceback.print_exc()
+            file.give_up(f"{type(error).__name__} on {node}: {error}")
 
 
-def _save(
-    file: OrderFile, order: SaveOrder, publication: Publication, place: int
-) -> None:
-    """Write the blocks of one node, and publish the checkpoint on the first node."""
+def _save(file: OrderFile, publication: Publication, *, leads: bool) -> None:
+    """Write the blocks of this node; if it leads, publish the checkpoint."""
+    began = publication.created_unix_ns
     try:
-        source, record = _source(file, order)
-        seconds = _write_blocks(file, order, publication.temporary, source, record)
-        file.note_written(place, seconds)
-        if place == 0:
-            _publish(file, order, publication, record)
+        times = _write_blocks(file, publication.temporary)
+        if leads:
+            _publish(file, publication)
+            times["total"] = (time.time_ns() - began) / 1e9
+        file.note(f"wrote-{watcher().node}", times)
+        if leads:
+            file.end()
     except BaseException as error:
-        if place == 0:
+        if leads:
             publication.drop(error)
         raise
 
 
-def _write_blocks(
-    file: OrderFile, order: SaveOrder, path: str, source: SlotMap, record: Record
-) -> dict[str, float]:
+def _write_blocks(file: OrderFile, path: str) -> dict[str, float]:
     """Write the blocks of this node to the file at ``path``, and return the times."""
-    plan = source.plan
-    place = order.nodes.index(watcher().node)
-    blocks = np.flatnonzero(order.writers == place).tolist()
+    order, source = file.order, _source(file)
+    plan, hashes = source.plan, order.record.hashes
+    blocks = order.blocks_of(watcher().node)
     began, cpu = time.perf_counter(), time.process_time()
     delay = plan.size / order.bandwidth / max(len(blocks), 1)
     with closing(open_to_write(path, order.direct)) as target:
@@ -109,7 +92,7 @@ def _write_blocks(
                 file.require()
             start = time.perf_counter()
             data = source.block(blocks[index]).data
-            if block_hash(data) != int(record.hashes[blocks[index]]):
+            if block_hash(data) != int(hashes[blocks[index]]):
                 raise CheckpointError(
                     f"expected block {blocks[index]} as it was copied, found other "
                     "bytes in node memory"
@@ -133,46 +116,39 @@ def _write_blocks(
     }
 
 
-def _source(file: OrderFile, order: SaveOrder) -> tuple[SlotMap, Record]:
-    """Return data and record of the snapshot of an order, as soon as it is there."""
-    folder, until = SnapshotFolder(order.folder), time.monotonic() + _RECORD_SECONDS
-    place = order.nodes.index(watcher().node)
+def _source(file: OrderFile) -> SlotMap:
+    """Return the data of the snapshot of an order, as soon as its record is there."""
+    order, until = file.order, time.monotonic() + _RECORD_SECONDS
+    folder = SnapshotFolder(order.folder)
     while time.monotonic() < until:
         for slot, record in folder.records().items():
-            if record.digest == order.digest:
-                if not record.held[order.writers == place].all():
+            if record.digest == order.record.digest:
+                if not record.held[order.blocks_of(watcher().node)].all():
                     raise CheckpointError(
                         "expected all blocks of this node, found some"
                     )
-                _, _, _, _, plan = record.contents()
-                return SlotMap(folder.data_path(slot), plan, reads=True), record
+                return SlotMap(folder.data_path(slot), record.about.plan, reads=True)
         file.require()
         time.sleep(_NAP_SECONDS)
     raise CheckpointError("expected the snapshot in node memory, found another one")
 
 
-def _publish(
-    file: OrderFile, order: SaveOrder, publication: Publication, record: Record
-) -> None:
+def _publish(file: OrderFile, publication: Publication) -> None:
     """Publish the checkpoint when all nodes have written their blocks."""
-    _, _, _, header, plan = record.contents()
-    publication.header = header
-    publication.skeleton = _skeletons.skeleton(header, packed_python(header))
-    if publication.skeleton.plan != plan:
+    order, about = file.order, file.order.record.about
+    publication.header = about.header
+    python = packed_python(about.header)
+    publication.skeleton = _skeletons.skeleton(about.header, python)
+    if publication.skeleton.plan != about.plan:
         raise CheckpointError("expected the layout of the snapshot, found another one")
-    began = publication.created_unix_ns
-    publication.created_unix_ns = header.created_unix_ns
-    for place in range(1, len(order.nodes)):
-        while file.written(place) is None:
+    publication.created_unix_ns = about.header.created_unix_ns
+    for node in order.nodes[1:]:
+        while file.noted(f"wrote-{node}") is None:
             file.require()
             time.sleep(_NAP_SECONDS)
-    if not file.begin_publication():
-        raise GivenUpError
-    publication.do(record.hashes)
+    file.begin_publication()
+    publication.do(order.record.hashes)
     if publication.error is not None:
         traceback.print_exception(publication.error)
         file.fail_publication(str(publication.error))
         raise publication.error
-    total = (time.time_ns() - began) / 1e9
-    file.note_written(0, {**(file.written(0) or {}), "total": total})
-    file.end()

@@ -63,7 +63,7 @@ def find_newest(
     gather = ranks.collectives.all_gather_object
     records = folder.records()
     own = {record.digest: slot for slot, record in records.items()}
-    keys = {records[slot].contents()[1]: digest for digest, slot in own.items()}
+    keys = {records[slot].about.key: digest for digest, slot in own.items()}
     found = gather(keys, "search for snapshots in node memory")
     every = {(key, digest) for one in found for key, digest in one.items()}
     for key, digest in sorted(every, reverse=True):
@@ -76,8 +76,8 @@ def find_newest(
         sent = None if record is None else (record.common, record.hashes)
         common, hashes = ranks.collectives.broadcast_object(sent, owner, what)
         path = folder.data_path(slot or 0)
-        _, _, start, _, _ = Record(common, hashes, hashes).contents()
-        file = Record(common, hashes, hashes).file(path)
+        sent_record = Record(common, hashes, hashes)
+        start, file = sent_record.about.first_start, sent_record.file(path)
         assert file.vouched is not None
         mates = [rank for rank, node in enumerate(nodes) if node == nodes[ranks.rank]]
         held = [] if record is None else np.flatnonzero(record.held).tolist()

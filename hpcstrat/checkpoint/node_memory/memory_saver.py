@@ -35,40 +35,6 @@ _NAP_SECONDS = 0.02
 _PUBLICATION_SECONDS = 10.0
 
 
-class _WatchedSave:
-    """A save that the watchers write; only rank 0 has its ``file`` and ``number``."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.file: OrderFile | None = None
-        self.number: int | None = None
-        # The statistics, without the times of the watchers' processes; None if an
-        # earlier generation has begun the save.
-        self.statistics: SaveStatistics | None = None
-
-    def is_under_way(self) -> bool:
-        return self.file is not None and self.file.is_under_way
-
-    def wait(self) -> dict[str, float]:
-        """Wait for the end, and return the times; raise CheckpointError if it failed.
-
-        Called on rank 0.
-        """
-        assert self.file is not None
-        self.file.hurry()
-        while self.file.is_under_way:
-            time.sleep(_NAP_SECONDS)
-        is_done, cause, times = self.file.is_done, self.file.cause(), self.file.times()
-        self.file.remove()
-        if not is_done:
-            raise CheckpointError(
-                f"expected the watchers to write {self.path}, found {cause}; older "
-                "checkpoints and the snapshots in node memory are unchanged"
-            )
-        newest_checkpoint.tell(self.path)
-        return times
-
-
 class MemorySaver:
     """Saves as `Saver` does, and makes a snapshot in node memory with each save.
 
@@ -78,12 +44,18 @@ class MemorySaver:
 
     def __init__(self, ranks: Replicas, saver: Saver, memory: NodeMemory) -> None:
         self._ranks, self._saver, self._memory = ranks, saver, memory
-        self._current: _WatchedSave | None = None
+        # Path of the save that the watchers write, and on rank 0 its order.
+        self._path: str | None = None
+        self._order: OrderFile | None = None
+        # Its statistics, without the times of the watchers' processes; None if an
+        # earlier generation has begun it.
+        self._begun: SaveStatistics | None = None
         self._last: SaveStatistics | None = None
         # Time of the program for the last save by watchers, and of their processes.
         self._own_seconds = self._writing_seconds = 0.0
-        # On rank 0: the copy that is sent to a spare node, and all spare nodes.
-        self._copy, self._spares = _WatchedSave(""), list[str]()
+        # On rank 0: the order to copy a snapshot to a spare node, and all spare nodes.
+        self._copy: OrderFile | None = None
+        self._spares = list[str]()
         if ranks.rank == 0 and all(memory.node_names):
             self._spares = sorted(watched_nodes().difference(memory.node_names))
 
@@ -118,7 +90,7 @@ class MemorySaver:
                 if kept is None and publication is not None:
                     publication.drop(CheckpointError("there is no snapshot"))
             if kept is not None:
-                self._begin(order, header, publication, kept, direct=file.direct)
+                self._begin(order, header.step, publication, kept, direct=file.direct)
                 return
             # The ranks have compared their copies.
             self._saver.save(order, header, values, lambda: None)
@@ -130,15 +102,16 @@ class MemorySaver:
 
     def _number_in_use(self) -> int | None:
         """Return the number of the snapshot that is being saved or copied."""
-        for one in (self._current, self._copy):
-            if one is not None and one.is_under_way():
-                return one.number
+        for file in (self._order, self._copy):
+            if file is not None and file.is_under_way:
+                return file.order.record.about.key[1]
         return None
 
     def snapshot(self, header: Header, values: Mapping[str, Any]) -> None:
         """Make a snapshot, of which a spare node gets a copy; see `NodeMemory`."""
-        kept = self._memory.snapshot(header, values, self._number_in_use())
-        if kept is not None and self._ranks.rank == 0 and self._spares:
+        in_use = self._number_in_use()
+        kept = self._memory.snapshot(header, values, in_use)
+        if kept is not None and self._ranks.rank == 0 and in_use is None:
             try:
                 self._send_copy(kept)
             except OSError as error:
@@ -146,93 +119,68 @@ class MemorySaver:
                 get_logger("checkpoint").debug("no copy of a snapshot: %s", error)
 
     def _send_copy(self, kept: KeptSnapshot) -> None:
-        """Have the watchers copy a snapshot to a spare node, unless they are busy.
-
-        Called on rank 0.
-        """
-        save, before = self._current, self._copy.file
-        if (save is not None and save.is_under_way()) or self._copy.is_under_way():
-            return
-        if before is not None:
+        """Have the watchers copy a snapshot to a spare node, if there is one."""
+        if (before := self._copy) is not None:
             if not before.is_done:
                 get_logger("checkpoint").warning(
                     "expected spare node %s to keep a copy of a snapshot, found %s",
                     *(self._spares.pop(0), before.cause()),
                 )
             before.remove()
-            self._copy.file = None
-        if not self._spares:
-            return
-        order = self._order_for(kept, spare=self._spares[0])
-        self._copy.file = OrderFile.begin(watcher().folder, order)
-        self._copy.number = kept.key[1]
-        nodes = (*order.nodes, order.spare)
-        if not tell_watcher("save", order=self._copy.file.name, nodes=nodes):
-            # The watcher has no time: the next snapshot is copied.
-            self._copy.file.remove()
-            self._copy.file = None
+            self._copy = None
+        if self._spares:
+            # If the watcher has no time, the next snapshot is copied.
+            self._copy = self._tell(kept, spare=self._spares[0])
 
-    def _order_for(
-        self,
-        kept: KeptSnapshot,
-        *,
-        publication: Publication | None = None,
-        **more: Any,
-    ) -> SaveOrder:
-        """Return the order to write, or to send, a snapshot."""
-        return SaveOrder(
-            publication=publication,
+    def _tell(self, kept: KeptSnapshot, **more: Any) -> OrderFile:
+        """Order the watchers to write, or to send, a snapshot; raises OSError."""
+        nodes = self._memory.node_names
+        order = SaveOrder(
             folder=self._memory.folder_name,
-            key=kept.key,
-            digest=kept.digest,
-            nodes=self._memory.node_names,
+            record=kept.record,
+            nodes=nodes,
             writers=kept.writers,
             job=watcher().job,
-            **more,
+            **{"publication": None, **more},
         )
+        file = OrderFile.begin(watcher().folder, order)
+        some = [*nodes, order.spare] if order.spare else nodes
+        if not tell_watcher("save", order=file.name, nodes=some):
+            file.remove()
+            raise TimeoutError("the watcher of this node does not answer")
+        return file
 
     def _begin(
         self,
         order: SaveOptions,
-        header: Header,
+        step: int,
         publication: Publication | None,
         kept: KeptSnapshot,
         *,
         direct: bool,
     ) -> None:
         """Have the watchers write a snapshot; collective over all ranks."""
-        save = _WatchedSave(order.path)
 
         def begin() -> None:
             assert publication is not None
-            if self._copy.is_under_way():
-                assert self._copy.file is not None
-                self._copy.file.give_up()
-                self._copy.file.remove()
-                self._copy.file = None
-            told = self._order_for(
-                kept,
-                publication=publication,
-                direct=direct,
-                bandwidth=order.bandwidth,
-            )
+            if self._copy is not None and self._copy.is_under_way:
+                self._copy.give_up("that a save to the disk has begun")
+                self._copy.remove()
+                self._copy = None
+            options = {"direct": direct, "bandwidth": order.bandwidth}
             try:
-                save.file = OrderFile.begin(watcher().folder, told)
-                if not tell_watcher("save", order=save.file.name, nodes=told.nodes):
-                    raise TimeoutError("the watcher of this node does not answer")
+                self._order = self._tell(kept, publication=publication, **options)
             except OSError as error:
-                if save.file is not None:
-                    save.file.remove()
                 publication.drop(error)
                 raise
-            save.number = kept.key[1]
 
         on_rank_0(self._ranks, f"save of {order.path}", begin)
         seconds = time.perf_counter() - order.began
-        save.statistics = SaveStatistics(
+        self._path, self._own_seconds = order.path, seconds
+        self._begun = SaveStatistics(
             path=order.path,
-            step=header.step,
-            nbytes=kept.nbytes,
+            step=step,
+            nbytes=kept.record.about.plan.size,
             asynchronous=True,
             blocking_seconds=seconds,
             copy_seconds=self._memory.seconds,
@@ -242,41 +190,63 @@ class MemorySaver:
             flush_seconds=0.0,
             bytes_per_second=0.0,
         )
-        self._current, self._own_seconds = save, seconds
 
     def busy(self) -> bool:
         """Return whether a save is still being written; collective as `Saver.busy`."""
-        save = self._current
-        if save is None:
+        if self._path is None:
             return self._saver.busy()
-        what = f"whether the save of {save.path} is done"
-        return bool(on_rank_0(self._ranks, what, save.is_under_way))
+
+        def is_under_way() -> bool:
+            return self._order is not None and self._order.is_under_way
+
+        what = f"whether the save of {self._path} is done"
+        return bool(on_rank_0(self._ranks, what, is_under_way))
 
     def finish(self) -> None:
         """Wait for the current save; collective as `Saver.finish`."""
-        save = self._current
-        if save is None:
+        if self._path is None:
             self._saver.finish()
             return
+        what, begun = f"save of {self._path}", self._begun
         try:
-            times = on_rank_0(self._ranks, f"save of {save.path}", save.wait)
+            times: dict[str, float] = on_rank_0(self._ranks, what, self._wait)
         except CheckpointError:
-            self._current = None
+            self.follow(None)
             raise
-        self._current = None
+        self.follow(None)
         self._writing_seconds = times.get("cpu", 0.0)
-        if save.statistics is None:
+        if begun is None:
             return
+        total = times.get("total", begun.total_seconds)
         self._last = replace(
-            save.statistics,
-            total_seconds=times["total"],
-            hash_seconds=times["hash"],
-            write_seconds=times["write"],
-            flush_seconds=times["flush"],
-            bytes_per_second=save.statistics.nbytes / times["total"],
+            begun,
+            total_seconds=total,
+            hash_seconds=times.get("hash", 0.0),
+            write_seconds=times.get("write", 0.0),
+            flush_seconds=times.get("flush", 0.0),
+            bytes_per_second=begun.nbytes / total,
         )
         if self._ranks.rank == 0:
             get_logger("checkpoint").info("saved %s", self._last)
+
+    def _wait(self) -> dict[str, float]:
+        """Wait on rank 0 for the end of the current save, and return its times."""
+        file = self._order
+        assert file is not None
+        file.hurry()
+        while file.is_under_way:
+            time.sleep(_NAP_SECONDS)
+        is_done, cause, times = file.is_done, file.cause(), file.times()
+        file.remove()
+        self._order = None
+        if not is_done:
+            raise CheckpointError(
+                f"expected the watchers to write {self._path}, found {cause}; older "
+                "checkpoints and the snapshots in node memory are unchanged"
+            )
+        assert self._path is not None
+        newest_checkpoint.tell(self._path)
+        return times
 
     def settle(self, key: Key | None) -> str | None:
         """End saves of earlier generations, before a restore of a snapshot, or of none.
@@ -284,20 +254,15 @@ class MemorySaver:
         Called on rank 0. A save of this snapshot, or of an older one, is continued: its
         path is returned. A newer one is given up, because the program goes back.
         """
-        found, self._current, self._copy.file = watcher(), None, None
+        found, self._order, self._copy = watcher(), None, None
         folder, path = self._memory.folder_name, None
         for file in orders_in(found.folder, folder) if found.folder else ():
-            order = file.read()
-            if order is None:
-                continue
-            publication = order.publication
-            is_whole = publication is not None and order.job == found.job
+            order = file.order
+            is_whole = order.publication is not None and order.job == found.job
             is_whole = is_whole and watched_nodes().issuperset(order.nodes)
-            is_older = key is not None and order.key <= key
-            if publication and is_whole and is_older and file.is_under_way:
-                path = publication.path
-                self._current = _WatchedSave(path)
-                self._current.file, self._current.number = file, order.key[1]
+            is_older = key is not None and order.record.about.key <= key
+            if order.publication and is_whole and is_older and file.is_under_way:
+                path, self._order = order.publication.path, file
                 continue
             file.give_up("that the program went back to an older state")
             until = time.monotonic() + _PUBLICATION_SECONDS
@@ -309,10 +274,7 @@ class MemorySaver:
 
     def follow(self, path: str | None) -> None:
         """Continue on all ranks the save that `settle` has returned."""
-        if path is None:
-            self._current = None
-        elif self._ranks.rank:
-            self._current = _WatchedSave(path)
+        self._path, self._begun = path, None
 
     def close(self) -> None:
         """Wait for the current save, and free all memory, as `Saver.close`."""

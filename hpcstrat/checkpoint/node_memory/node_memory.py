@@ -28,10 +28,11 @@ from hpcstrat.checkpoint.node_memory.held_blocks import HeldSnapshot, find_newes
 from hpcstrat.checkpoint.node_memory.save_orders import deal_blocks
 from hpcstrat.checkpoint.node_memory.slot_files import (
     NUM_SLOTS,
-    Key,
     Record,
     SlotMap,
+    SnapshotAbout,
     SnapshotFolder,
+    write_value,
 )
 from hpcstrat.checkpoint.node_memory.snapshot_blocks import (
     SnapshotDivision,
@@ -61,10 +62,8 @@ class _Agreed:
 class KeptSnapshot:
     """A complete snapshot; ``writers`` has the node that can write each block."""
 
-    key: Key
-    digest: bytes
+    record: Record
     writers: Array
-    nbytes: int
 
 
 def _failure(error: Exception) -> str:
@@ -95,8 +94,8 @@ class NodeMemory:
             identity = self._folder.make()
         except OSError as error:
             problem = f"{self._folder.path} cannot be used: {error}"
-        keys = [record.contents()[1] for record in self._folder.records().values()]
-        starts = [record.contents()[2] for record in self._folder.records().values()]
+        abouts = [record.about for record in self._folder.records().values()]
+        keys, starts = [a.key for a in abouts], [a.first_start for a in abouts]
         found = ranks.collectives.all_gather_object(
             (problem, identity, keys, starts, watcher().node), _CREATION
         )
@@ -108,7 +107,7 @@ class NodeMemory:
         self._leads = self._nodes.index(self._node) == ranks.rank
         if self._leads and not problem and watcher().node:
             try:
-                self._folder.note_retention(retention)
+                write_value(self._folder.rules_path, retention)
             except OSError as error:
                 self._late_problem = f"{self._folder.path} cannot be written: {error}"
         every = [key for one in found for key in one[2]]
@@ -190,9 +189,9 @@ class NodeMemory:
             header.created_unix_ns = time.time_ns()
             python = packed_python(header)
             plan = self._skeletons.skeleton(header, python).plan
-            told = self._folder.run, key, self.first_start, header, plan
+            run, first = self._folder.run, self.first_start
             same = plan is self._plan
-            common = pickle.dumps(told, 5)
+            common = pickle.dumps(SnapshotAbout(run, key, first, header, plan), 5)
             return _Agreed(number, common, python, None if same else plan)
 
         agreed: _Agreed = on_rank_0(self._ranks, what, agree)
@@ -327,8 +326,7 @@ class NodeMemory:
             except OSError as error:
                 # The other ranks are told at the next snapshot.
                 self._late_problem = f"{self._folder.path} cannot be written: {error}"
-        key, writers = record.contents()[1], deal_blocks(held)
-        return KeptSnapshot(key, record.digest, writers, division.plan.size)
+        return KeptSnapshot(record, deal_blocks(held))
 
     def find(self, passed_over: set[bytes]) -> HeldSnapshot | None:
         """Return the newest snapshot whose blocks are all intact on some node, or None.

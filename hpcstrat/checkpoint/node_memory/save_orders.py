@@ -2,18 +2,16 @@
 
 An order is one file, whose suffix is its state: ``begun``, ``publishing``, ``done`` or
 ``failed``. Whoever renames the file decides: a save is published only if it was not
-given up before, and the other way round. Each node that has written its blocks makes a
-file ``wrote-<node>`` beside it.
+given up before, and the other way round. The processes that execute an order write
+further files beside it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import glob
-import json
 import math
 import os
-import pickle
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.checkpoint.disk import remove
-from hpcstrat.checkpoint.node_memory.slot_files import Key
+from hpcstrat.checkpoint.node_memory.slot_files import Record, read_value, write_value
 from hpcstrat.checkpoint.save.pending_save import Publication
 from hpcstrat.engine.typing import Array
 
@@ -30,6 +28,7 @@ __all__ = ["GivenUpError", "OrderFile", "SaveOrder", "deal_blocks", "orders_in"]
 
 _PREFIX = "save-"
 _UNDER_WAY = ("begun", "publishing")
+_STATES = (*_UNDER_WAY, "done", "failed")
 
 
 class GivenUpError(Exception):
@@ -48,14 +47,20 @@ class SaveOrder:
 
     publication: Publication | None
     folder: str
-    key: Key
-    digest: bytes
+    record: Record
     nodes: tuple[str, ...]
     writers: Array
     job: str
     direct: bool = False
     bandwidth: float = math.inf
     spare: str = ""
+
+    def blocks_of(self, node: str) -> list[int]:
+        """Return the blocks that a node writes or sends, ascending."""
+        found: list[int] = np.flatnonzero(
+            self.writers == self.nodes.index(node)
+        ).tolist()
+        return found
 
 
 def deal_blocks(held: Array) -> Array:
@@ -74,25 +79,30 @@ def orders_in(folder: str, snapshots: str) -> Iterator[OrderFile]:
     """Yield the orders in the watchers' folder for a folder of snapshots."""
     for path in glob.glob(f"{glob.escape(folder)}/{_PREFIX}{snapshots}-*"):
         base, _, state = path.rpartition(".")
-        if state in (*_UNDER_WAY, "done", "failed"):
-            yield OrderFile(base)
+        if state in _STATES and (found := OrderFile.open(base)):
+            yield found
 
 
 class OrderFile:
-    """The file of an order; ``path`` has no suffix."""
+    """An order and its file; ``path`` has no suffix."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, path: str, order: SaveOrder) -> None:
+        self.path, self.order = path, order
 
     @classmethod
     def begin(cls, folder: str, order: SaveOrder) -> OrderFile:
         """Write an order to the watchers' folder; raises OSError."""
         name = f"{_PREFIX}{order.folder}-{secrets.token_hex(4)}"
-        made = cls(os.path.join(folder, name))
-        with open(f"{made.path}.new", "xb") as file:
-            pickle.dump(order, file)
-        os.rename(f"{made.path}.new", f"{made.path}.begun")
+        made = cls(os.path.join(folder, name), order)
+        made.note("begun", order)
         return made
+
+    @classmethod
+    def open(cls, path: str) -> OrderFile | None:
+        """Return an order of another process, or None if it was removed."""
+        found = (read_value(f"{path}.{state}") for state in _STATES)
+        order = next(filter(None, found), None)
+        return None if order is None else cls(path, order)
 
     @property
     def name(self) -> str:
@@ -114,40 +124,6 @@ class OrderFile:
     def _is(self, state: str) -> bool:
         return os.path.exists(f"{self.path}.{state}")
 
-    def read(self) -> SaveOrder | None:
-        """Return the order, or None if it was removed."""
-        for state in (*_UNDER_WAY, "done", "failed"):
-            with (
-                contextlib.suppress(FileNotFoundError),
-                open(f"{self.path}.{state}", "rb") as file,
-            ):
-                found: SaveOrder = pickle.load(file)
-                return found
-        return None
-
-    def begin_publication(self) -> bool:
-        """Return whether the file may be published now: nobody has given it up."""
-        return self._move("begun", "publishing")
-
-    def end(self) -> None:
-        """Note that the checkpoint is on the disk."""
-        self._move("publishing", "done")
-
-    def give_up(self, cause: str = "") -> bool:
-        """Give up the save, unless it is published; the first cause is kept."""
-        if cause:
-            with (
-                contextlib.suppress(OSError),
-                open(f"{self.path}.cause", "x", encoding="utf-8") as file,
-            ):
-                file.write(cause)
-        return self._move("begun", "failed")
-
-    def fail_publication(self, cause: str) -> None:
-        """Give up the save after `begin_publication`."""
-        self._move("publishing", "begun")
-        self.give_up(cause)
-
     def _move(self, state: str, then: str) -> bool:
         try:
             os.rename(f"{self.path}.{state}", f"{self.path}.{then}")
@@ -155,72 +131,59 @@ class OrderFile:
             return False
         return True
 
+    def begin_publication(self) -> None:
+        """Raise GivenUpError if somebody has given up the order; nobody can later."""
+        if not self._move("begun", "publishing"):
+            raise GivenUpError
+
+    def end(self) -> None:
+        """Note that the checkpoint is on the disk."""
+        self._move("publishing", "done")
+
+    def give_up(self, cause: str) -> None:
+        """Give up the save, unless it is published; the first cause is kept."""
+        if self.noted("cause") is None:
+            with contextlib.suppress(OSError):
+                self.note("cause", cause)
+        self._move("begun", "failed")
+
+    def fail_publication(self, cause: str) -> None:
+        """Give up the save after `begin_publication`."""
+        self._move("publishing", "begun")
+        self.give_up(cause)
+
     def cause(self) -> str:
         """Return why the save was given up."""
-        with (
-            contextlib.suppress(OSError),
-            open(f"{self.path}.cause", encoding="utf-8") as file,
-        ):
-            return file.read()
-        return "that it was given up; see the logs of the watchers"
+        return self.noted("cause") or "that it was given up; see the watchers' logs"
 
     def hurry(self) -> None:
         """End the delays that limit the bandwidth of the save."""
-        with contextlib.suppress(OSError), open(f"{self.path}.hurry", "x"):
-            pass
+        with contextlib.suppress(OSError):
+            self.note("hurry", True)
 
     @property
     def is_urgent(self) -> bool:
         return self._is("hurry")
 
-    def note_address(self, host: str, port: int, token: str) -> None:
-        """Note where the process of the spare node listens."""
-        new = os.open(f"{self.path}.new", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        with open(new, "w", encoding="utf-8") as file:
-            json.dump((host, port, token), file)
-        os.rename(f"{self.path}.new", f"{self.path}.address")
+    def note(self, name: str, value: Any) -> None:
+        """Write a value to a file beside the order, at once; raises OSError."""
+        write_value(f"{self.path}.{name}", value)
 
-    def address(self) -> tuple[str, int, str] | None:
-        """Return host, port and token of the spare node's process, if it listens."""
-        with (
-            contextlib.suppress(FileNotFoundError),
-            open(f"{self.path}.address", encoding="utf-8") as file,
-        ):
-            host, port, token = json.load(file)
-            return host, port, token
-        return None
-
-    def note_written(self, node: int, seconds: dict[str, float]) -> None:
-        """Note that a node's blocks are on the disk, and its times."""
-        with open(f"{self.path}.new-{node}", "w", encoding="utf-8") as file:
-            json.dump(seconds, file)
-        os.rename(f"{self.path}.new-{node}", f"{self.path}.wrote-{node}")
+    def noted(self, name: str) -> Any:
+        """Return the value in a file beside the order; None if there is none yet."""
+        return read_value(f"{self.path}.{name}")
 
     def times(self) -> dict[str, float]:
-        """Return the times of an ended save: those of the slowest node."""
-        order = self.read()
-        nodes = range(0 if order is None else len(order.nodes))
-        found = [self.written(node) or {} for node in nodes]
+        """Return the times of an ended save, as far as known: of the slowest node."""
+        found = [self.noted(f"wrote-{node}") or {} for node in self.order.nodes]
         kinds = {kind for one in found for kind in one}
         return {kind: max(one.get(kind, 0.0) for one in found) for kind in kinds}
 
-    def written(self, node: int) -> dict[str, float] | None:
-        """Return a node's times if its blocks are on the disk."""
-        with (
-            contextlib.suppress(FileNotFoundError),
-            open(f"{self.path}.wrote-{node}", encoding="utf-8") as file,
-        ):
-            found: dict[str, Any] = json.load(file)
-            return found
-        return None
-
     def remove(self) -> None:
         """Remove all files of an order that has ended, and its unpublished file."""
-        order = self.read()
-        publication = None if order is None else order.publication
-        if publication is not None and not self.is_done:
+        if self.order.publication is not None and not self.is_done:
             with contextlib.suppress(OSError):
-                remove(publication.temporary)
+                remove(self.order.publication.temporary)
         for path in glob.glob(f"{glob.escape(self.path)}.*"):
             with contextlib.suppress(OSError):
                 os.unlink(path)

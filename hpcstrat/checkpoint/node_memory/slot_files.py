@@ -9,18 +9,21 @@ change, and written after them.
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import itertools
 import mmap
 import os
 import pickle
 import platform
+import secrets
 import shutil
 import stat
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import numpy as np
 import xxhash
@@ -31,7 +34,6 @@ from hpcstrat.checkpoint.file.extents import FileLayout
 from hpcstrat.checkpoint.file.plain_state import from_text
 from hpcstrat.checkpoint.file.reader import CheckpointFile
 from hpcstrat.checkpoint.file.schema import Header
-from hpcstrat.checkpoint.keep.retention import Retention
 from hpcstrat.checkpoint.keep.watcher_contract import watcher
 from hpcstrat.cluster_resolver import batch_job_from_environment
 from hpcstrat.engine.typing import Array
@@ -41,7 +43,10 @@ __all__ = [
     "Key",
     "Record",
     "SlotMap",
+    "SnapshotAbout",
     "SnapshotFolder",
+    "read_value",
+    "write_value",
 ]
 
 NUM_SLOTS = 2
@@ -62,27 +67,59 @@ A run that went back to an earlier step has a larger generation or number.
 """
 
 
-@dataclass(frozen=True, slots=True)
+def write_value(path: str, value: Any) -> None:
+    """Write a value to a file that others see at once, or not; raises OSError."""
+    new = f"{path}.{secrets.token_hex(4)}"
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+    with open(os.open(new, flags, 0o600), "wb") as file:
+        pickle.dump(value, file)
+    os.rename(new, path)
+
+
+def read_value(path: str) -> Any:
+    """Return the value in a file, or None if there is no such file."""
+    # A shared file system may fail for some time.
+    passing = contextlib.suppress(OSError, EOFError, pickle.UnpicklingError)
+    with passing, open(path, "rb") as file:
+        return pickle.load(file)
+    return None
+
+
+@dataclass(frozen=True)
+class SnapshotAbout:
+    """Description of a snapshot, which is the same on all nodes.
+
+    ``run`` is the name of the run, and ``first_start`` the time of its first start.
+    """
+
+    run: str
+    key: Key
+    first_start: float
+    header: Header
+    plan: FileLayout
+
+
+@dataclass(frozen=True)
 class Record:
     """The record of a slot.
 
-    ``common`` is the same on all nodes: a pickled tuple of the run, the key, the time
-    of the run's first start, the header and the layout. ``hashes`` has the hash of each
-    block, ``held`` whether this node has the block.
+    ``common`` is the same on all nodes: a pickled `SnapshotAbout`. ``hashes`` has the
+    hash of each block, ``held`` whether this node has the block.
     """
 
     common: bytes
     hashes: Array
     held: Array
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """Hash of everything that is the same on all nodes, and so of the snapshot."""
         return xxhash.xxh3_128_digest(self.common + self.hashes.tobytes())
 
-    def contents(self) -> tuple[str, Key, float, Header, FileLayout]:
-        """Return what is in ``common``."""
-        found: tuple[str, Key, float, Header, FileLayout] = pickle.loads(self.common)
+    @cached_property
+    def about(self) -> SnapshotAbout:
+        """The description of the snapshot."""
+        found: SnapshotAbout = pickle.loads(self.common)
         return found
 
     def pack(self) -> bytes:
@@ -109,7 +146,7 @@ class Record:
 
     def file(self, path: str) -> CheckpointFile:
         """Return the snapshot as a checkpoint whose blocks are read from ``path``."""
-        _, _, _, header, plan = self.contents()
+        header, plan = copy.copy(self.about.header), self.about.plan
         header.python = {name: from_text(text) for name, text in header.python.items()}
         header.entries = {
             name: replace(entry, gathered=False, regions=())
@@ -137,16 +174,10 @@ class SnapshotFolder:
         name = xxhash.xxh3_64_hexdigest(os.fsencode("\0".join(words)))
         return cls(f"hpcstrat-{os.getuid()}-{name}", name)
 
-    def note_retention(self, retention: Retention) -> None:
-        """Keep the folder and the rules of the checkpoints, for a save by watchers."""
-        with open(f"{self.path}/retention", "wb") as file:
-            pickle.dump(retention, file)
-
-    def retention(self) -> Retention:
-        """Return what `note_retention` has kept."""
-        with open(f"{self.path}/retention", "rb") as file:
-            found: Retention = pickle.load(file)
-            return found
+    @property
+    def rules_path(self) -> str:
+        """The file with the `Retention` of the checkpoints, for a save by watchers."""
+        return os.path.join(self.path, "retention")
 
     def make(self) -> tuple[str, int, int]:
         """Make the folder, and return an identity that only ranks of this node share.
@@ -189,12 +220,12 @@ class SnapshotFolder:
 
     def older_slot(self) -> int:
         """Return the slot of the older snapshot, or one without any."""
-        keys = {slot: one.contents()[1] for slot, one in self.records().items()}
+        keys = {slot: one.about.key for slot, one in self.records().items()}
         return min(range(NUM_SLOTS), key=lambda slot: keys.get(slot, ()))
 
     def _is_of_run(self, record: Record) -> bool:
         try:
-            return record.contents()[0] == self.run
+            return record.about.run == self.run
         except Exception:
             # The record is intact, but of another version of the library.
             return False

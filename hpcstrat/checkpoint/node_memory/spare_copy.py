@@ -1,32 +1,27 @@
 """A copy of a snapshot on a spare node, by the processes that write snapshots.
 
 The process on the spare node listens, and writes its port and a random token to a file
-of the order, which only this user can read. The others connect, send the token, their
-record, and the blocks that the order gives them. The hash of each block is compared.
+of the order, which only this user can read. The others connect, send the token, the
+index of their node, and its blocks in the order's own order. The hash of each block is
+compared.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hmac
-import itertools
 import os
 import secrets
 import socket
 import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import ExitStack
 
 import numpy as np
 
 from hpcstrat.checkpoint.file.commit_record import block_hash
 from hpcstrat.checkpoint.keep.watcher_contract import watcher
-from hpcstrat.checkpoint.node_memory.save_orders import (
-    GivenUpError,
-    OrderFile,
-    SaveOrder,
-)
+from hpcstrat.checkpoint.node_memory.save_orders import OrderFile
 from hpcstrat.checkpoint.node_memory.slot_files import (
     Record,
     SlotMap,
@@ -36,102 +31,57 @@ from hpcstrat.errors import CheckpointError
 
 __all__ = ["receive_copy", "send_copy"]
 
-_TOKEN_BYTES = 32
-_NUMBER = struct.Struct("<Q")
-_END = (1 << 64) - 1
+_GREETING = struct.Struct("<32sQ")
 _SECONDS, _NAP_SECONDS = 20.0, 0.05
 
 
-def send_copy(
-    file: OrderFile, order: SaveOrder, source: tuple[SlotMap, Record]
-) -> None:
+def send_copy(file: OrderFile, source: SlotMap) -> None:
     """Send this node's blocks to the spare node."""
-    while (address := file.address()) is None:
+    order, node = file.order, watcher().node
+    while (address := file.noted("address")) is None:
         file.require()
         time.sleep(_NAP_SECONDS)
     host, port, token = address
-    slot, record = source
-    packed = record.pack()
-    own = np.flatnonzero(order.writers == order.nodes.index(watcher().node))
     with socket.create_connection((host, port), timeout=_SECONDS) as stream:
-        stream.sendall(bytes.fromhex(token) + _NUMBER.pack(len(packed)) + packed)
-        for block in own.tolist():
+        stream.sendall(_GREETING.pack(token, order.nodes.index(node)))
+        for block in order.blocks_of(node):
             file.require()
-            stream.sendall(_NUMBER.pack(block))
-            stream.sendall(slot.block(block).data)
-        stream.sendall(_NUMBER.pack(_END))
+            stream.sendall(source.block(block).data)
         # The end of the connection shows that the blocks have arrived.
         stream.recv(1)
 
 
-def receive_copy(file: OrderFile, order: SaveOrder) -> None:
+def receive_copy(file: OrderFile) -> None:
     """Receive the blocks of all nodes, and keep them as a snapshot of this node."""
-    folder, token = SnapshotFolder(order.folder), secrets.token_bytes(_TOKEN_BYTES)
+    order, token = file.order, secrets.token_bytes(32)
+    folder = SnapshotFolder(order.folder)
     folder.make()
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(
-            socket.create_server(("", 0), backlog=len(order.nodes))
-        )
+    slot = _reserve_older_slot(folder, order.record)
+    place = SlotMap(folder.data_path(slot), order.record.about.plan)
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("", 0), backlog=256))
         server.settimeout(_NAP_SECONDS)
         # The address at which the watchers of other nodes reach that of this node.
         host = os.environ["HPCSTRAT_WATCH_ADDRESS"]
-        file.note_address(host, server.getsockname()[1], token.hex())
-        streams = [
-            stack.enter_context(_accepted(server, file, token)) for _ in order.nodes
-        ]
-        records = [_received_record(stream, order) for stream in streams]
-        record = records[0]
-        slot, place = _reserved(folder, record)
-        receive = partial(_receive_blocks, file, place, record)
+        file.note("address", (host, server.getsockname()[1], token))
         # All connections move, so that none is taken for a lost one.
-        pool = stack.enter_context(ThreadPoolExecutor(len(streams)))
-        for _ in pool.map(receive, streams):
-            pass
-    if not file.begin_publication():
-        raise GivenUpError
-    everything = np.ones(len(record.hashes), bool)
-    folder.keep(slot, Record(record.common, record.hashes, everything))
+        with ThreadPoolExecutor(len(order.nodes)) as pool:
+            receiving = []
+            for _ in order.nodes:
+                stream, node = _accepted(server, file, token)
+                stack.enter_context(stream)
+                receiving.append(pool.submit(_receive, file, place, stream, node))
+            for one in receiving:
+                one.result()
+    file.begin_publication()
+    everything = np.ones(len(order.record.hashes), bool)
+    folder.keep(slot, Record(order.record.common, order.record.hashes, everything))
     file.end()
 
 
-def _accepted(server: socket.socket, file: OrderFile, token: bytes) -> socket.socket:
-    """Return the next connection of a process that knows the token."""
-    while True:
-        file.require()
-        try:
-            stream, _ = server.accept()
-        except TimeoutError:
-            continue
-        stream.settimeout(_SECONDS)
-        if hmac.compare_digest(_received(stream, _TOKEN_BYTES), token):
-            return stream
-        stream.close()
-
-
-def _received_record(stream: socket.socket, order: SaveOrder) -> Record:
-    [size] = _NUMBER.unpack(_received(stream, _NUMBER.size))
-    record = Record.unpack(_received(stream, size))
-    if record is None or record.digest != order.digest:
-        raise CheckpointError("expected the record of the snapshot, found another one")
-    return record
-
-
-def _received(stream: socket.socket, nbytes: int) -> bytes:
-    data = bytearray(nbytes)
-    _receive_into(stream, memoryview(data))
-    return bytes(data)
-
-
-def _receive_into(stream: socket.socket, place: memoryview) -> None:
-    while place:
-        if not (count := stream.recv_into(place)):
-            raise ConnectionError("expected more of a snapshot, found its end")
-        place = place[count:]
-
-
-def _reserved(folder: SnapshotFolder, record: Record) -> tuple[int, SlotMap]:
-    """Reserve the older slot of this node; raise OSError if there is too little."""
-    _, _, _, _, plan = record.contents()
+def _reserve_older_slot(folder: SnapshotFolder, record: Record) -> int:
+    """Reserve the older slot of this node, and return its number."""
+    plan = record.about.plan
     blocks = range(plan.num_blocks)
     needed, free = folder.missing_bytes(plan, blocks)
     if free < needed:
@@ -141,20 +91,42 @@ def _reserved(folder: SnapshotFolder, record: Record) -> tuple[int, SlotMap]:
         )
     slot = folder.older_slot()
     folder.reserve(slot, plan, blocks)
-    return slot, SlotMap(folder.data_path(slot), plan)
+    return slot
 
 
-def _receive_blocks(
-    file: OrderFile, place: SlotMap, record: Record, stream: socket.socket
-) -> None:
-    for number in itertools.count():
-        [block] = _NUMBER.unpack(_received(stream, _NUMBER.size))
-        if block == _END:
-            return
-        if block >= len(record.hashes) or number > len(record.hashes):
-            raise CheckpointError(f"expected a block, found the number {block}")
+def _accepted(
+    server: socket.socket, file: OrderFile, token: bytes
+) -> tuple[socket.socket, str]:
+    """Return the next connection of a process that knows the token, and its node."""
+    while True:
+        file.require()
+        try:
+            stream, _ = server.accept()
+        except TimeoutError:
+            continue
+        stream.settimeout(_SECONDS)
+        greeting = bytearray(_GREETING.size)
+        _receive_into(stream, memoryview(greeting))
+        given, index = _GREETING.unpack(greeting)
+        if hmac.compare_digest(given, token):
+            return stream, file.order.nodes[index]
+        stream.close()
+
+
+def _receive(file: OrderFile, place: SlotMap, stream: socket.socket, node: str) -> None:
+    """Receive the blocks of one node."""
+    for block in file.order.blocks_of(node):
         file.require()
         data = place.block(block).data
         _receive_into(stream, data)
-        if block_hash(data) != int(record.hashes[block]):
+        if block_hash(data) != int(file.order.record.hashes[block]):
             raise CheckpointError(f"expected block {block} as it was, found others")
+    # The sender waits for this.
+    stream.shutdown(socket.SHUT_RDWR)
+
+
+def _receive_into(stream: socket.socket, place: memoryview) -> None:
+    while place:
+        if not (count := stream.recv_into(place)):
+            raise ConnectionError("expected more of a snapshot, found its end")
+        place = place[count:]

@@ -8,13 +8,12 @@ saved. The process ends with its input.
 
 from __future__ import annotations
 
+import glob
 import os
-import pickle
 import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,12 +29,17 @@ from hpcstrat.checkpoint.node_memory.save_orders import (
     SaveOrder,
     deal_blocks,
 )
-from hpcstrat.checkpoint.node_memory.slot_files import Record, SnapshotFolder
+from hpcstrat.checkpoint.node_memory.slot_files import (
+    Record,
+    SnapshotFolder,
+    read_value,
+    write_value,
+)
 from hpcstrat.checkpoint.save.pending_save import Publication
 
 __all__ = ["main", "save_newest"]
 
-# Folders of snapshots by name: their checkpoints, and their records.
+# Folders of snapshots by name: their checkpoints' rules, and their records.
 _Held: TypeAlias = Mapping[str, tuple[Retention, list[Record]]]
 
 _GATHER_SECONDS, _PLAN_SECONDS = 10.0, 30.0
@@ -47,22 +51,16 @@ def save_newest(number: int, nodes: Sequence[str]) -> None:
 
     Called on each of the nodes after generation ``number``, when no rank is left.
     """
-    own, base = watcher().node, Path(watcher().folder, f"held-{number}")
-    _write(base.with_suffix(f".{own}"), _held())
-    plan = base.with_suffix(".plan")
+    own, base = watcher().node, os.path.join(watcher().folder, f"held-{number}")
+    write_value(f"{base}.{own}", _held())
     if own == nodes[0]:
-        for path in base.parent.glob("held-*"):
-            if path.stem != base.stem:
-                path.unlink(missing_ok=True)
-        found = {}
-        for node in nodes:
-            held = _read(base.with_suffix(f".{node}"), _GATHER_SECONDS)
-            found[node] = held or {}
+        found = {node: _await(f"{base}.{node}", _GATHER_SECONDS) for node in nodes}
         names = {name for held in found.values() for name in held}
         orders = [_order(name, found) for name in sorted(names)]
-        _write(plan, [one.path for one in orders if one is not None])
-    for path in _read(plan, _PLAN_SECONDS) or ():
-        file = OrderFile(path)
+        write_value(f"{base}.plan", [one.path for one in orders if one is not None])
+    for path in _await(f"{base}.plan", _PLAN_SECONDS):
+        if (file := OrderFile.open(path)) is None:
+            continue
         execute(file)
         if own == nodes[0]:
             while file.is_under_way:
@@ -82,67 +80,53 @@ def _say(text: str) -> None:
 def _held() -> _Held:
     """Return the snapshots on this node."""
     found = {}
-    for path in Path(watcher().memory).glob("hpcstrat-*"):
-        folder = SnapshotFolder(path.name)
-        try:
-            found[path.name] = folder.retention(), [*folder.records().values()]
-        except OSError as error:
-            _say(f"snapshots in {path} cannot be saved: {error}")
+    for path in glob.glob(f"{glob.escape(watcher().memory)}/hpcstrat-*"):
+        folder = SnapshotFolder(os.path.basename(path))
+        if (rules := read_value(folder.rules_path)) is None:
+            _say(f"snapshots in {path} cannot be saved: it has no file retention")
+        else:
+            found[os.path.basename(path)] = rules, [*folder.records().values()]
     return found
 
 
-def _write(path: Path, contents: Any) -> None:
-    new = path.with_name(f"{path.name}.new")
-    new.write_bytes(pickle.dumps(contents))
-    new.rename(path)
-
-
-def _read(path: Path, seconds: float) -> Any:
-    """Return what another node has written, or None if it does not in time."""
+def _await(path: str, seconds: float) -> Any:
+    """Return what another node has written; nothing if it does not in time."""
     until = time.monotonic() + seconds
-    while not path.exists():
-        if time.monotonic() > until:
-            return None
+    while (found := read_value(path)) is None and time.monotonic() < until:
         time.sleep(_NAP_SECONDS)
-    return pickle.loads(path.read_bytes())
+    return found or {}
 
 
 def _order(name: str, found: Mapping[str, _Held]) -> OrderFile | None:
     """Return an order to save the newest complete snapshot; None if there is none."""
     having = {node: held[name] for node, held in found.items() if name in held}
     retention = next(iter(having.values()))[0]
-    keys = {
-        (record.contents()[1], record.digest)
-        for _, records in having.values()
-        for record in records
-    }
     newest = newest_path(retention.directory)
     saved = -1 if newest is None else step_of(newest) or 0
-    for key, digest in sorted(keys, reverse=True):
+    snapshots: dict[tuple[Any, bytes], dict[str, Record]] = {}
+    for node, (_, records) in having.items():
+        for record in records:
+            key = record.about.key, record.digest
+            snapshots.setdefault(key, {})[node] = record
+    for (key, _), by_node in sorted(snapshots.items(), reverse=True):
         step = key[2]
         if step <= saved:
             break
-        records = {
-            node: record
-            for node, (_, records) in having.items()
-            for record in records
-            if record.digest == digest
-        }
-        held = np.array([record.held for record in records.values()])
+        held = np.array([record.held for record in by_node.values()])
         if held.any(axis=0).all():
             _say(f"saves the snapshot of step {step} in {retention.directory}")
-            record = next(iter(records.values()))
-            return _begin(name, retention, record, (tuple(records), deal_blocks(held)))
+            return _begin(name, retention, by_node, held)
         _say(f"the snapshot of step {step} was lost with a node")
     _say(f"the newest checkpoint in {retention.directory} is of step {saved}")
     return None
 
 
 def _begin(
-    name: str, retention: Retention, record: Record, nodes: tuple[Any, Any]
+    name: str, retention: Retention, by_node: Mapping[str, Record], held: Any
 ) -> OrderFile:
-    _, key, _, header, plan = record.contents()
-    path = os.path.join(retention.directory, checkpoint_name(header.step))
+    record = next(iter(by_node.values()))
+    about = record.about
+    path = os.path.join(retention.directory, checkpoint_name(about.header.step))
     temporary = temporary_name(os.path.basename(path), outlives=True)
     publication = Publication(
         path=path,
@@ -153,17 +137,15 @@ def _begin(
         retention=retention,
         created_unix_ns=time.time_ns(),
     )
-    create(publication.temporary, plan.size)
+    create(publication.temporary, about.plan.size)
     order = SaveOrder(
         publication=publication,
         folder=name,
-        key=key,
-        digest=record.digest,
-        nodes=nodes[0],
-        writers=nodes[1],
+        record=record,
+        nodes=tuple(by_node),
+        writers=deal_blocks(held),
         job=watcher().job,
         direct=goes_direct("auto", retention.directory),
-        bandwidth=float("inf"),
     )
     return OrderFile.begin(watcher().folder, order)
 
@@ -173,10 +155,10 @@ def main() -> None:
     for line in sys.stdin:
         kind, *words = line.split()
         try:
-            if kind == "save":
-                execute(OrderFile(os.path.join(watcher().folder, words[0])))
-            else:
+            if kind == "end":
                 save_newest(int(words[0]), words[1:])
+            elif file := OrderFile.open(os.path.join(watcher().folder, words[0])):
+                execute(file)
         except Exception:
             traceback.print_exc()
 

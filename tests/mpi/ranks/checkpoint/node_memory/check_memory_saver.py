@@ -175,7 +175,7 @@ def test_a_later_start_continues_the_save_or_gives_it_up(
         program.go_to(3)
         manager.save_if_due(3)
         # These ranks end here, and others are started.
-        manager._saver._current = None
+        manager._saver._path = None
         watchers.begin(2)
         again = Program(strategy, 200_000, 300_001)
         later = _manager(folder, again)
@@ -200,6 +200,27 @@ def test_a_later_start_continues_the_save_or_gives_it_up(
         assert not list(watchers.folder.glob("save-*"))
 
 
+def test_a_save_without_the_times_of_a_node_is_a_save(
+    strategy: Any, folder: Path, nodes: Nodes, job: Any
+) -> None:
+    """A shared file system may fail when the times are read."""
+    nodes.divide(job.size)
+    program = Program(strategy, 5, 4)
+    watchers = Watchers(nodes)
+    manager = _manager(folder, program)
+    with watchers.watching():
+        manager.save(1, asynchronous=True)
+        while not job.bcast(len([*watchers.folder.glob("save-*.done")])):
+            time.sleep(0.01)
+        if job.rank == 0:
+            for path in watchers.folder.glob("save-*.wrote-*"):
+                path.unlink()
+        manager.wait()
+        assert manager.last_save.step == 1
+        assert manager.last_save.bytes_per_second > 0
+        manager.complete()
+
+
 def test_the_save_of_a_lost_node_is_given_up(
     strategy: Any, folder: Path, nodes: Nodes, job: Any
 ) -> None:
@@ -210,7 +231,7 @@ def test_the_save_of_a_lost_node_is_given_up(
     with watchers.watching():
         program.go_to(1)
         manager.save(1, asynchronous=True)
-        manager._saver._current = None
+        manager._saver._path = None
         watchers.begin(2, lost=1)
         later = _manager(folder, program)
         # Nothing was saved, and the snapshot is in memory.

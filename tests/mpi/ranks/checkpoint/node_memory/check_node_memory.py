@@ -82,8 +82,8 @@ def _restorable(
         if record is None:
             continue
         key, plan, count = (
-            record.contents()[1],
-            record.contents()[4],
+            record.about.key,
+            record.about.plan,
             len(record.hashes),
         )
         intact = blocks.setdefault(key, set())
