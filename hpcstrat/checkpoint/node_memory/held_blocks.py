@@ -11,7 +11,7 @@ import numpy as np
 from hpcstrat.checkpoint.file.commit_record import Blocks, Vouched
 from hpcstrat.checkpoint.file.image import Image
 from hpcstrat.checkpoint.file.reader import CheckpointFile
-from hpcstrat.checkpoint.node_memory.slot_files import Key, Record, SnapshotFolder
+from hpcstrat.checkpoint.node_memory.slot_files import Key, SnapshotFolder
 from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.errors import CorruptCheckpointError
@@ -33,7 +33,6 @@ class HeldSnapshot:
     """
 
     key: Key
-    first_start: float
     file: CheckpointFile
     owners: Array
 
@@ -61,37 +60,32 @@ def find_newest(
     Collective over ``ranks``. The ranks of a node read and check its blocks together.
     """
     gather = ranks.collectives.all_gather_object
-    records = folder.records()
-    own = {record.digest: slot for slot, record in records.items()}
-    keys = {records[slot].about.key: digest for digest, slot in own.items()}
+    own = {record.digest: (slot, record) for slot, record in folder.records().items()}
+    keys = {record.about.key: digest for digest, (_, record) in own.items()}
     found = gather(keys, "search for snapshots in node memory")
     every = {(key, digest) for one in found for key, digest in one.items()}
+    mates = [rank for rank, node in enumerate(nodes) if node == nodes[ranks.rank]]
     for key, digest in sorted(every, reverse=True):
         if digest in passed_over:
             continue
-        slot = own.get(digest)
-        record = None if slot is None else records[slot]
+        slot, record = own.get(digest, (0, None))
         owner = next(r for r, one in enumerate(found) if digest in one.values())
         what = f"check of the snapshot of step {key[2]} in node memory"
-        sent = None if record is None else (record.common, record.hashes)
-        common, hashes = ranks.collectives.broadcast_object(sent, owner, what)
-        path = folder.data_path(slot or 0)
-        sent_record = Record(common, hashes, hashes)
-        start, file = sent_record.about.first_start, sent_record.file(path)
-        assert file.vouched is not None
-        mates = [rank for rank, node in enumerate(nodes) if node == nodes[ranks.rank]]
+        known = ranks.collectives.broadcast_object(record, owner, what)
+        path = folder.data_path(slot)
+        file = known.file(path)
         held = [] if record is None else np.flatnonzero(record.held).tolist()
         share = held[mates.index(ranks.rank) :: len(mates)]
         intact = gather(_intact(path, file.vouched, share), what)
-        owners = _owners(intact, nodes, len(hashes))
+        owners = _owners(intact, nodes, len(known.hashes))
         if (owners >= EVERYONE).all():
-            return HeldSnapshot(key, start, file, owners)
+            return HeldSnapshot(key, file, owners)
         if ranks.rank == 0:
             lost = int((owners < EVERYONE).sum())
             get_logger("checkpoint").warning(
                 "expected all blocks of the snapshot of step %d in node memory, found "
                 "%d of %d missing or changed on all nodes; an older one is restored",
-                *(key[2], lost, len(hashes)),
+                *(key[2], lost, len(known.hashes)),
             )
     return None
 

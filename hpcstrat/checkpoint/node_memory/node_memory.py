@@ -208,18 +208,10 @@ class NodeMemory:
         self._ranks.collectives.barrier(f"reservation for the {what}")
         held, problem = self._division.held(self._node), ""
         if self._leads:
-            needed, free = self._folder.missing_bytes(plan, held)
-            where = f"{self._folder.path} on {os.uname().nodename}"
-            text = (
-                f"{where} needs {needed >> 20} MiB, of which {free >> 20} MiB are free"
-            )
             try:
-                if free < needed:
-                    problem = text
-                else:
-                    self._folder.reserve(slot, plan, held)
+                self._folder.reserve(slot, plan, held)
             except OSError as error:
-                problem = f"{text} ({error.strerror})"
+                problem = error.strerror or str(error)
         problem = self._first_of(problem, f"memory for the {what}")
         if not problem:
             try:

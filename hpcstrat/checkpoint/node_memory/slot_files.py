@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
-import itertools
 import mmap
 import os
 import pickle
@@ -19,7 +18,6 @@ import platform
 import secrets
 import shutil
 import stat
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -45,7 +43,9 @@ __all__ = [
     "SlotMap",
     "SnapshotAbout",
     "SnapshotFolder",
+    "pack",
     "read_value",
+    "unpack",
     "write_value",
 ]
 
@@ -53,9 +53,6 @@ NUM_SLOTS = 2
 """While one slot is written, the other slot has a complete snapshot."""
 
 _SHARED_MEMORY = "/dev/shm"
-_MAGIC = b"hpcstrat-memory1"
-# Magic, lengths of the common part, of the hashes and of the list of held blocks.
-_HEAD = struct.Struct("<16s3Q")
 _DIGEST_BYTES = 16
 # Room for both records; that of a model with thousands of variables has some 100 KB.
 _RECORD_BYTES = 1 << 20
@@ -67,21 +64,34 @@ A run that went back to an earlier step has a larger generation or number.
 """
 
 
+def pack(value: Any) -> bytes:
+    """Return a pickled value, behind its hash."""
+    body = pickle.dumps(value, 5)
+    return xxhash.xxh3_128_digest(body) + body
+
+
+def unpack(data: bytes) -> Any:
+    """Return a value that was packed; None if it is not as it was, or of no version."""
+    if xxhash.xxh3_128_digest(data[_DIGEST_BYTES:]) == data[:_DIGEST_BYTES]:
+        with contextlib.suppress(Exception):
+            return pickle.loads(data[_DIGEST_BYTES:])
+    return None
+
+
 def write_value(path: str, value: Any) -> None:
     """Write a value to a file that others see at once, or not; raises OSError."""
     new = f"{path}.{secrets.token_hex(4)}"
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
     with open(os.open(new, flags, 0o600), "wb") as file:
-        pickle.dump(value, file)
-    os.rename(new, path)
+        file.write(pack(value))
+    os.replace(new, path)
 
 
 def read_value(path: str) -> Any:
-    """Return the value in a file, or None if there is no such file."""
+    """Return the value in a file; None if there is no such file, or it was changed."""
     # A shared file system may fail for some time.
-    passing = contextlib.suppress(OSError, EOFError, pickle.UnpicklingError)
-    with passing, open(path, "rb") as file:
-        return pickle.load(file)
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return unpack(file.read())
     return None
 
 
@@ -111,6 +121,10 @@ class Record:
     hashes: Array
     held: Array
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave out what is computed from ``common``."""
+        return Record, (self.common, self.hashes, self.held)
+
     @cached_property
     def digest(self) -> bytes:
         """Hash of everything that is the same on all nodes, and so of the snapshot."""
@@ -121,28 +135,6 @@ class Record:
         """The description of the snapshot."""
         found: SnapshotAbout = pickle.loads(self.common)
         return found
-
-    def pack(self) -> bytes:
-        parts = self.common, self.hashes.tobytes(), np.packbits(self.held).tobytes()
-        body = _HEAD.pack(_MAGIC, *map(len, parts)) + b"".join(parts)
-        return body + xxhash.xxh3_128_digest(body)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Record | None:
-        """Return the record in ``data``; None if it is not as it was written."""
-        body = data[:-_DIGEST_BYTES]
-        if len(body) < _HEAD.size or xxhash.xxh3_128_digest(body) != data[len(body) :]:
-            return None
-        magic, *sizes = _HEAD.unpack_from(body)
-        if magic != _MAGIC or sum(sizes) != len(body) - _HEAD.size:
-            return None
-        ends = np.cumsum([_HEAD.size, *sizes])
-        common, hashes, held = (
-            body[start:stop] for start, stop in itertools.pairwise(ends)
-        )
-        table: Array = np.frombuffer(hashes, np.uint64)
-        bits = np.unpackbits(np.frombuffer(held, np.uint8), count=len(table))
-        return cls(common, table, bits.astype(bool))
 
     def file(self, path: str) -> CheckpointFile:
         """Return the snapshot as a checkpoint whose blocks are read from ``path``."""
@@ -211,10 +203,10 @@ class SnapshotFolder:
         """Return the intact records of this run, by slot."""
         found = {}
         for slot in range(NUM_SLOTS):
-            with contextlib.suppress(OSError):
-                with open(self._record_path(slot), "rb") as file:
-                    record = Record.unpack(file.read())
-                if record is not None and self._is_of_run(record):
+            record = read_value(self._record_path(slot))
+            # The description may be of another version of the library.
+            with contextlib.suppress(Exception):
+                if record.about.run == self.run:
                     found[slot] = record
         return found
 
@@ -223,13 +215,6 @@ class SnapshotFolder:
         keys = {slot: one.about.key for slot, one in self.records().items()}
         return min(range(NUM_SLOTS), key=lambda slot: keys.get(slot, ()))
 
-    def _is_of_run(self, record: Record) -> bool:
-        try:
-            return record.about.run == self.run
-        except Exception:
-            # The record is intact, but of another version of the library.
-            return False
-
     def forget(self, slot: int) -> None:
         """Remove the record of a slot, before its blocks change."""
         with contextlib.suppress(FileNotFoundError):
@@ -237,18 +222,27 @@ class SnapshotFolder:
 
     def keep(self, slot: int, record: Record) -> None:
         """Write the record of a slot, whose blocks are complete."""
-        path = self._record_path(slot)
-        flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC
-        with open(os.open(f"{path}.new", flags, 0o600), "wb") as file:
-            file.write(record.pack())
-        os.replace(f"{path}.new", path)
+        write_value(self._record_path(slot), record)
 
     def reserve(self, slot: int, plan: FileLayout, held: Sequence[int]) -> None:
         """Make the data file of a slot anew, with memory for the blocks of this node.
 
-        Without the reservation, a write to a full file system would end the process by
-        SIGBUS. A new file cannot be changed by processes of an earlier generation.
+        Raises OSError if there is too little for all slots. Without the reservation, a
+        write to a full file system would end the process by SIGBUS. A new file cannot
+        be changed by processes of an earlier generation.
         """
+        needed = NUM_SLOTS * sum(b - a for a, b in _ranges(plan, held)) + _RECORD_BYTES
+        space = os.statvfs(self.path)
+        free = space.f_bavail * space.f_frsize
+        for one in range(NUM_SLOTS):
+            with contextlib.suppress(OSError):
+                free += 512 * os.stat(self.data_path(one)).st_blocks
+        where = f"{self.path} on {os.uname().nodename}"
+        if free < needed:
+            raise OSError(
+                errno.ENOSPC,
+                f"{where} needs {needed >> 20} MiB, of which {free >> 20} MiB are free",
+            )
         path = self.data_path(slot)
         self.forget(slot)
         with contextlib.suppress(FileNotFoundError):
@@ -259,19 +253,13 @@ class SnapshotFolder:
                 os.ftruncate(file, plan.data_end)
                 for start, stop in _ranges(plan, held):
                     os.posix_fallocate(file, start, stop - start)
-        except OSError:
+        except OSError as error:
             os.unlink(path)
-            raise
-
-    def missing_bytes(self, plan: FileLayout, held: Sequence[int]) -> tuple[int, int]:
-        """Return the bytes that the slots need, and those that are free or theirs."""
-        needed = NUM_SLOTS * sum(b - a for a, b in _ranges(plan, held)) + _RECORD_BYTES
-        space = os.statvfs(self.path)
-        free = space.f_bavail * space.f_frsize
-        for slot in range(NUM_SLOTS):
-            with contextlib.suppress(OSError):
-                free += 512 * os.stat(self.data_path(slot)).st_blocks
-        return needed, free
+            raise OSError(
+                error.errno,
+                f"{where} needs {needed >> 20} MiB, of which {free >> 20} MiB are free "
+                f"({error.strerror})",
+            ) from error
 
     def remove(self) -> None:
         """Remove the folder with all snapshots, which a process may still have open."""

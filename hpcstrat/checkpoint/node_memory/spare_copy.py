@@ -16,17 +16,14 @@ import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 
 from hpcstrat.checkpoint.file.commit_record import block_hash
 from hpcstrat.checkpoint.keep.watcher_contract import watcher
 from hpcstrat.checkpoint.node_memory.save_orders import OrderFile
-from hpcstrat.checkpoint.node_memory.slot_files import (
-    Record,
-    SlotMap,
-    SnapshotFolder,
-)
+from hpcstrat.checkpoint.node_memory.slot_files import SlotMap, SnapshotFolder
 from hpcstrat.errors import CheckpointError
 
 __all__ = ["receive_copy", "send_copy"]
@@ -56,8 +53,9 @@ def receive_copy(file: OrderFile) -> None:
     order, token = file.order, secrets.token_bytes(32)
     folder = SnapshotFolder(order.folder)
     folder.make()
-    slot = _reserve_older_slot(folder, order.record)
-    place = SlotMap(folder.data_path(slot), order.record.about.plan)
+    slot, plan = folder.older_slot(), order.record.about.plan
+    folder.reserve(slot, plan, range(plan.num_blocks))
+    place = SlotMap(folder.data_path(slot), plan)
     with ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("", 0), backlog=256))
         server.settimeout(_NAP_SECONDS)
@@ -74,24 +72,9 @@ def receive_copy(file: OrderFile) -> None:
             for one in receiving:
                 one.result()
     file.begin_publication()
-    everything = np.ones(len(order.record.hashes), bool)
-    folder.keep(slot, Record(order.record.common, order.record.hashes, everything))
+    everything = np.ones(plan.num_blocks, bool)
+    folder.keep(slot, replace(order.record, held=everything))
     file.end()
-
-
-def _reserve_older_slot(folder: SnapshotFolder, record: Record) -> int:
-    """Reserve the older slot of this node, and return its number."""
-    plan = record.about.plan
-    blocks = range(plan.num_blocks)
-    needed, free = folder.missing_bytes(plan, blocks)
-    if free < needed:
-        raise CheckpointError(
-            f"expected {needed >> 20} MiB for copies of snapshots in {folder.path}, "
-            f"found {free >> 20} MiB"
-        )
-    slot = folder.older_slot()
-    folder.reserve(slot, plan, blocks)
-    return slot
 
 
 def _accepted(

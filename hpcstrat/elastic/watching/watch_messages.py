@@ -56,9 +56,6 @@ def _is_counts(value: Any) -> bool:
     return isinstance(value, dict) and all(map(_is_number, value.values()))
 
 
-_SAVE = {"order": _is_file, "nodes": _is_names}
-_RANK_END = {"number": _is_number, "status": _is_number}
-
 GREETINGS: Kinds = {
     "hello": dict.fromkeys(("version", "job", "name", "purpose", "nonce"), _is_text),
     "proof": {"proof": _is_text},
@@ -83,8 +80,9 @@ FROM_PEER: Kinds = {
     "cleaned": {"number": _is_number},
     "progress": {"step": _is_number},
     "rank": {"number": _is_number},
-    "rank_end": _RANK_END,
-    "save": _SAVE,
+    "rank_end": {"number": _is_number, "status": _is_number},
+    # The snapshot of an order in the run's folder is to be written by these nodes.
+    "save": {"order": _is_file, "nodes": _is_names},
     "end": {"reason": _is_text},
 }
 """The messages of an authenticated watcher."""
@@ -95,11 +93,7 @@ FROM_AGENT: Kinds = {
 """The message of an authenticated agent of mpirun: a command to start."""
 
 FROM_RANK: Kinds = {
-    "rank": {"number": _is_number},
-    "rank_end": _RANK_END,
-    "progress": {"step": _is_number},
-    # The snapshot of an order in the run's folder is to be written by these nodes.
-    "save": _SAVE,
+    kind: FROM_PEER[kind] for kind in ("progress", "rank", "rank_end", "save")
 }
 """The messages of processes of the node."""
 

@@ -352,9 +352,17 @@ class Watcher:
                 if time.monotonic() > until:
                     break
             if self._state.living() == [self._node]:
+                self._remove_files_of_saves()
                 end_allocation(
                     queue_again=reason in ("saved", "too_few"),
                     is_batch_host_lost=is_batch_host_lost,
                     log=self._state.log,
                 )
         self._mesh.close()
+
+    def _remove_files_of_saves(self) -> None:
+        """Remove orders for which no rank has waited; called without other watchers."""
+        folder = self._state.options.folder
+        with contextlib.suppress(OSError):
+            for path in (*folder.glob("save-*"), *folder.glob("held-*")):
+                path.unlink()

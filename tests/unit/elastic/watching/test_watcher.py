@@ -138,6 +138,8 @@ def test_ranks_have_their_nodes_folder_and_their_saves_outlive_them(
     status, said = result(tmp_path, program, "--ranks-per-node", "2")
     assert status == STATUSES["complete"], said
     [path] = (tmp_path / "c").iterdir()
+    # The ranks have not waited for the save.
+    assert not list((tmp_path / "watch").glob("save-*"))
     with h5py.File(path) as file:
         assert file.attrs["step"] == 7
         assert (file["variables/w"][()] == np.arange(99.0)).all()
@@ -165,6 +167,7 @@ def test_the_newest_snapshot_is_saved_before_the_end(tmp_path: Path, end: str) -
         # The first start makes progress.
         status, said = result(tmp_path, program, *options)
         assert status == STATUSES["no_progress"], said
+        assert not list((tmp_path / "watch").glob("held-*"))
     else:
         with watched(tmp_path, program, *options) as watcher:
             wait_for(tmp_path / "begun")

@@ -12,7 +12,6 @@ import h5py
 import numpy as np
 import pytest
 
-import hpcstrat as hs
 from hpcstrat.checkpoint.file.reader import check, open_checkpoint
 from hpcstrat.errors import CheckpointError
 from tests.mpi.ranks.checkpoint.node_memory.pretend_nodes import (
@@ -23,11 +22,6 @@ from tests.mpi.ranks.checkpoint.node_memory.pretend_nodes import (
 from tests.mpi.ranks.effort import seeds
 
 pytestmark = pytest.mark.files
-
-
-def _manager(folder: Path, program: Program, **options: Any) -> hs.CheckpointManager:
-    rules = hs.CheckpointOptions(**{"memory": 1, "every": 10**6, **options})
-    return hs.CheckpointManager(folder, options=rules, **program.objects())
 
 
 def _hidden(folder: Path) -> list[str]:
@@ -65,13 +59,13 @@ def test_files_are_those_of_background_saves(
 ) -> None:
     random = np.random.default_rng(seed)
     monkeypatch.setattr(time, "time_ns", lambda: 1234567890)
-    nodes.divide(int(random.integers(1, job.size + 1)))
+    count = int(random.integers(1, job.size + 1))
     shape = int(random.choice([5, 200_000])), int(random.choice([4, 300_001]))
-    program = Program(strategy, *shape)
+    program = nodes.program(strategy, count, *shape)
     metrics = {"loss": float(random.random())} if random.random() < 0.5 else None
     watchers = Watchers(nodes)
-    ranks = _manager(folder / "ranks", program, memory=False)
-    ours = _manager(folder / "watched", program, max_write_bandwidth=1e9)
+    ranks = program.manager(folder / "ranks", memory=False)
+    ours = program.manager(folder / "watched", max_write_bandwidth=1e9)
     with watchers.watching():
         for step in range(1, int(random.integers(2, 5))):
             program.go_to(step)
@@ -99,10 +93,11 @@ def test_killed_writers_leave_no_half_checkpoint(
     seed: int, strategy: Any, folder: Path, nodes: Nodes, job: Any
 ) -> None:
     random = np.random.default_rng(seed)
-    nodes.divide(int(random.integers(1, job.size + 1)))
-    program = Program(strategy, 200_000, 1_000_001)
+    program = nodes.program(
+        strategy, int(random.integers(1, job.size + 1)), 200_000, 1_000_001
+    )
     watchers = Watchers(nodes)
-    manager = _manager(folder, program, max_to_keep=None)
+    manager = program.manager(folder, max_to_keep=None)
     saved = []
     with watchers.watching():
         for step in range(1, 6):
@@ -136,11 +131,10 @@ def test_killed_writers_leave_no_half_checkpoint(
 def test_a_snapshot_is_not_overwritten_while_it_is_saved(
     strategy: Any, folder: Path, nodes: Nodes, job: Any
 ) -> None:
-    nodes.divide(job.size)
-    program = Program(strategy, 200_000, 300_001)
+    program = nodes.program(strategy, job.size, 200_000, 300_001)
     watchers = Watchers(nodes)
     # The save lasts until `wait` is called.
-    manager = _manager(folder, program, max_write_bandwidth=1.0)
+    manager = program.manager(folder, max_write_bandwidth=1.0)
     with watchers.watching():
         program.go_to(1)
         manager.save(1, asynchronous=True)
@@ -150,7 +144,7 @@ def test_a_snapshot_is_not_overwritten_while_it_is_saved(
         assert manager.save(9, asynchronous=True, on_busy="skip") is None
         assert not manager.checkpoints
         # The newest snapshot is there, too: a later start would restore it.
-        again = _manager(folder / "..", program)
+        again = program.manager(folder / "..")
         assert again is not manager
         manager.wait()
         [path] = manager.checkpoints
@@ -163,10 +157,9 @@ def test_a_snapshot_is_not_overwritten_while_it_is_saved(
 def test_a_later_start_continues_the_save_or_gives_it_up(
     goes_back: bool, strategy: Any, folder: Path, nodes: Nodes, job: Any
 ) -> None:
-    nodes.divide(job.size)
-    program = Program(strategy, 200_000, 300_001)
+    program = nodes.program(strategy, job.size, 200_000, 300_001)
     watchers = Watchers(nodes)
-    manager = _manager(folder, program, max_write_bandwidth=1.0)
+    manager = program.manager(folder, max_write_bandwidth=1.0)
     with watchers.watching():
         program.go_to(1)
         manager.save(1)
@@ -178,7 +171,7 @@ def test_a_later_start_continues_the_save_or_gives_it_up(
         manager._saver._path = None
         watchers.begin(2)
         again = Program(strategy, 200_000, 300_001)
-        later = _manager(folder, again)
+        later = again.manager(folder)
         if goes_back:
             assert later.restore(later.checkpoints[0]) == 1
             later.wait()
@@ -204,10 +197,9 @@ def test_a_save_without_the_times_of_a_node_is_a_save(
     strategy: Any, folder: Path, nodes: Nodes, job: Any
 ) -> None:
     """A shared file system may fail when the times are read."""
-    nodes.divide(job.size)
-    program = Program(strategy, 5, 4)
+    program = nodes.program(strategy, job.size, 5, 4)
     watchers = Watchers(nodes)
-    manager = _manager(folder, program)
+    manager = program.manager(folder)
     with watchers.watching():
         manager.save(1, asynchronous=True)
         while not job.bcast(len([*watchers.folder.glob("save-*.done")])):
@@ -224,16 +216,15 @@ def test_a_save_without_the_times_of_a_node_is_a_save(
 def test_the_save_of_a_lost_node_is_given_up(
     strategy: Any, folder: Path, nodes: Nodes, job: Any
 ) -> None:
-    nodes.divide(job.size)
-    program = Program(strategy, 200_000, 300_001)
+    program = nodes.program(strategy, job.size, 200_000, 300_001)
     watchers = Watchers(nodes)
-    manager = _manager(folder, program, max_write_bandwidth=1.0)
+    manager = program.manager(folder, max_write_bandwidth=1.0)
     with watchers.watching():
         program.go_to(1)
         manager.save(1, asynchronous=True)
         manager._saver._path = None
         watchers.begin(2, lost=1)
-        later = _manager(folder, program)
+        later = program.manager(folder)
         # Nothing was saved, and the snapshot is in memory.
         assert later.restore() == 1
         program.check(1, job.size)
@@ -246,10 +237,9 @@ def test_the_save_of_a_lost_node_is_given_up(
 def test_a_watcher_that_does_not_answer_is_an_error(
     strategy: Any, folder: Path, nodes: Nodes, job: Any
 ) -> None:
-    nodes.divide(1)
-    program = Program(strategy, 5, 4)
+    program = nodes.program(strategy, 1, 5, 4)
     watchers = Watchers(nodes)
-    manager = _manager(folder, program)
+    manager = program.manager(folder)
     with pytest.raises(CheckpointError, match="does not answer"):
         manager.save(1, asynchronous=True)
     job.Barrier()
@@ -269,7 +259,7 @@ def test_the_newest_snapshot_is_saved_at_the_end(
     left = [f"n{number}" for number in range(min(num_lost, job.size - 1), job.size)]
     program = Program(strategy, 200_000, 300_001)
     watchers = Watchers(nodes)
-    manager = _manager(folder, program)
+    manager = program.manager(folder)
     program.go_to(1)
     manager.save(1)
     for step in (2, 3):
@@ -302,10 +292,9 @@ def test_the_newest_snapshot_is_saved_at_the_end(
 def test_a_spare_node_has_all_blocks_of_a_snapshot(
     num_spare: int, strategy: Any, folder: Path, nodes: Nodes, job: Any
 ) -> None:
-    nodes.divide(job.size)
-    program = Program(strategy, 200_000, 300_001)
+    program = nodes.program(strategy, job.size, 200_000, 300_001)
     watchers = Watchers(nodes, num_spare)
-    manager = _manager(folder, program)
+    manager = program.manager(folder)
     program.go_to(1)
     manager.save(1)
     spare = nodes.root / f"node-{job.size + num_spare - 1}"
@@ -334,7 +323,7 @@ def test_a_spare_node_has_all_blocks_of_a_snapshot(
     nodes.divide(job.size)
     watchers.begin(2)
     program.go_to(0)
-    later = _manager(folder, program)
+    later = program.manager(folder)
     found = later.restore()
     assert 1 < found <= step
     program.check(found, job.size)

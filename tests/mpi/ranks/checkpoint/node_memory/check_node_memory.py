@@ -14,7 +14,7 @@ import hpcstrat as hs
 from hpcstrat.checkpoint.keep.retention import Retention
 from hpcstrat.checkpoint.node_memory import node_memory
 from hpcstrat.checkpoint.node_memory.node_memory import NodeMemory
-from hpcstrat.checkpoint.node_memory.slot_files import NUM_SLOTS, Record
+from hpcstrat.checkpoint.node_memory.slot_files import NUM_SLOTS, unpack
 from hpcstrat.errors import CheckpointError, CheckpointMismatchError
 from tests.mpi.ranks.checkpoint.node_memory.pretend_nodes import Nodes, Program
 from tests.mpi.ranks.effort import seeds
@@ -23,11 +23,6 @@ from tests.mpi.ranks.saved import warnings_of_checkpoints
 pytestmark = pytest.mark.files
 
 _DAMAGES = ("none", "flip", "cut", "no data", "flip record", "cut record", "no node")
-
-
-def _manager(folder: Path, program: Program, **options: Any) -> hs.CheckpointManager:
-    rules = hs.CheckpointOptions(memory=1, every=10**6, **options)
-    return hs.CheckpointManager(folder, options=rules, **program.objects())
 
 
 def _contents(nodes: Nodes) -> dict[tuple[int, int], tuple[bytes, bytes]]:
@@ -78,7 +73,7 @@ def _restorable(
     blocks: dict[tuple[int, ...], set[int]] = {}
     count = 0
     for place, (data, packed) in before.items():
-        record = Record.unpack(packed)
+        record = unpack(packed)
         if record is None:
             continue
         key, plan, count = (
@@ -103,10 +98,10 @@ def test_damaged_memory_is_never_restored(
     seed: int, strategy: Any, strategies: Any, folder: Path, nodes: Nodes, job: Any
 ) -> None:
     random = np.random.default_rng(seed)
-    nodes.divide(int(random.integers(1, job.size + 1)))
+    count = int(random.integers(1, job.size + 1))
     shape = int(random.choice([5, 200_000])), int(random.choice([4, 300_001]))
-    program = Program(strategy, *shape)
-    manager = _manager(folder, program)
+    program = nodes.program(strategy, count, *shape)
+    manager = program.manager(folder)
     program.go_to(1)
     manager.save(1)
     last = int(random.integers(2, 6))
@@ -124,7 +119,7 @@ def test_damaged_memory_is_never_restored(
     job.Barrier()
     if job.rank < num_ranks:
         again = Program(strategies[num_ranks], *shape)
-        other = _manager(folder, again)
+        other = again.manager(folder)
         found = other.restore(per_replica="cycle")
         assert found == wanted, (found, wanted, num_ranks, kinds)
         again.check(found, job.size)
@@ -132,7 +127,7 @@ def test_damaged_memory_is_never_restored(
         again.go_to(found + 7)
         other.save_if_due(found + 7)
         again.go_to(0)
-        third = _manager(folder, again)
+        third = again.manager(folder)
         assert third.restore() == found + 7
         again.check(found + 7, num_ranks)
         third.complete()
@@ -144,9 +139,8 @@ def test_damaged_memory_is_never_restored(
 def test_lost_node_is_restored_from_the_next_node(
     strategy: Any, folder: Path, nodes: Nodes, job: Any
 ) -> None:
-    nodes.divide(job.size)
-    program = Program(strategy, 200_000, 4)
-    manager = _manager(folder, program)
+    program = nodes.program(strategy, job.size, 200_000, 4)
+    manager = program.manager(folder)
     program.go_to(3)
     manager.save_if_due(3)
     manager.close()
@@ -160,7 +154,7 @@ def test_lost_node_is_restored_from_the_next_node(
         job.Barrier()
         nodes.divide(job.size)
         program.go_to(0)
-        manager = _manager(folder, program)
+        manager = program.manager(folder)
         assert manager.restore() == (step if job.size > 1 else 3)
         program.check(step if job.size > 1 else 3, job.size)
     manager.complete()
@@ -169,9 +163,8 @@ def test_lost_node_is_restored_from_the_next_node(
 def test_two_lost_nodes_are_restored_from_the_disk(
     strategy: Any, folder: Path, nodes: Nodes, job: Any
 ) -> None:
-    nodes.divide(job.size)
-    program = Program(strategy, 200_000, 4)
-    manager = _manager(folder, program)
+    program = nodes.program(strategy, job.size, 200_000, 4)
+    manager = program.manager(folder)
     program.go_to(3)
     manager.save(3)
     program.go_to(4)
@@ -182,7 +175,7 @@ def test_two_lost_nodes_are_restored_from_the_disk(
         shutil.rmtree(nodes.root / f"node-{job.rank}")
     job.Barrier()
     nodes.divide(job.size)
-    manager = _manager(folder, program)
+    manager = program.manager(folder)
     assert manager.restore() == 3
     program.check(3, job.size)
     manager.complete()
@@ -195,9 +188,8 @@ def test_too_little_memory_leaves_saves_to_the_disk(
     job: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    nodes.divide(1)
-    program = Program(strategy, 5, 300_001)
-    manager = _manager(folder, program)
+    program = nodes.program(strategy, 1, 5, 300_001)
+    manager = program.manager(folder)
     space = os.statvfs_result((4096, 4096, 256, 100, 100, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: space)
     with warnings_of_checkpoints() as said:
@@ -223,9 +215,8 @@ def test_an_error_of_one_rank_leaves_no_other_waiting(
     job: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    nodes.divide(job.size)
-    program = Program(strategy, 5, 4)
-    manager = _manager(folder, program)
+    program = nodes.program(strategy, job.size, 5, 4)
+    manager = program.manager(folder)
     program.go_to(1)
     manager.save(1)
 
@@ -248,15 +239,14 @@ def test_an_error_of_one_rank_leaves_no_other_waiting(
 def test_folder_of_other_users_is_not_used(
     strategy: Any, folder: Path, nodes: Nodes, job: Any
 ) -> None:
-    nodes.divide(1)
-    program = Program(strategy, 5, 4)
-    _manager(folder, program)
+    program = nodes.program(strategy, 1, 5, 4)
+    program.manager(folder)
     job.Barrier()
     if job.rank == 0:
         nodes.files(0, 0)[0].parent.chmod(0o777)
     job.Barrier()
     with warnings_of_checkpoints() as said:
-        manager = _manager(folder, program)
+        manager = program.manager(folder)
         program.go_to(1)
         manager.save(1)
     assert len(said) == (job.rank == 0)
@@ -276,7 +266,7 @@ def test_older_generation_neither_saves_nor_copies(
     monkeypatch.setenv("HPCSTRAT_WATCH_GENERATION", "2")
     (nodes.root / "gen-2").touch()
     program = Program(strategy, 5, 4)
-    manager = _manager(folder, program)
+    manager = program.manager(folder)
     program.go_to(1)
     manager.save_if_due(1)
     manager.wait()
@@ -296,18 +286,17 @@ def test_generation_comes_before_the_step(
     job: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    nodes.divide(job.size)
-    program = Program(strategy, 5, 4)
-    manager = _manager(folder, program)
+    program = nodes.program(strategy, job.size, 5, 4)
+    manager = program.manager(folder)
     for step in (8, 9):
         program.go_to(step)
         manager.save_if_due(step)
     # A later run starts from the beginning, and so has smaller steps.
-    manager = _manager(folder, program)
+    manager = program.manager(folder)
     program.go_to(2)
     manager._snapshot(2)
     program.go_to(0)
-    again = _manager(folder, program)
+    again = program.manager(folder)
     assert again.restore() == 2
     program.check(2, job.size)
     again.complete()
@@ -361,26 +350,28 @@ def test_logical_replicas_keep_their_bits(folder: Path, nodes: Nodes, job: Any) 
 def test_another_run_starts_from_the_beginning(
     strategy: Any, folder: Path, nodes: Nodes, job: Any
 ) -> None:
-    nodes.divide(job.size)
-    program, checkpoints = Program(strategy, 5, 4), folder / "checkpoints"
-    manager = _manager(checkpoints, program)
+    program, checkpoints = (
+        nodes.program(strategy, job.size, 5, 4),
+        folder / "checkpoints",
+    )
+    manager = program.manager(checkpoints)
     program.go_to(1)
     manager.save_if_due(1)
     manager.close()
     # Another program in the same folder is told where the state is from.
     other = Program(strategy, 5, 7)
     with pytest.raises(CheckpointMismatchError, match=r"remove .* on them"):
-        _manager(checkpoints, other).restore()
+        other.manager(checkpoints).restore()
     job.Barrier()
     if job.rank == 0:
         shutil.rmtree(checkpoints)
     job.Barrier()
-    manager = _manager(checkpoints, other)
+    manager = other.manager(checkpoints)
     assert manager.restore_or_initialize() is None
     other.go_to(2)
     manager.save_if_due(2)
     other.go_to(0)
-    assert _manager(checkpoints, other).restore() == 2
+    assert other.manager(checkpoints).restore() == 2
     other.check(2, job.size)
     manager.complete()
 

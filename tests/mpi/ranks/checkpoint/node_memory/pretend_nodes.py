@@ -36,6 +36,11 @@ class Nodes:
         path.mkdir(exist_ok=True)
         self._patch.setenv("HPCSTRAT_WATCH_MEMORY", str(path))
 
+    def program(self, strategy: Any, count: int, *shape: int) -> Program:
+        """Divide the ranks into ``count`` nodes, and return a program of this shape."""
+        self.divide(count)
+        return Program(strategy, *shape)
+
     def files(self, node: int, slot: int) -> tuple[Path, Path]:
         """Return the paths of data and record, which may not exist."""
         found = [*(self.root / f"node-{node}").glob("hpcstrat-*")]
@@ -62,6 +67,11 @@ class Program:
     def objects(self) -> dict[str, Any]:
         names = "weights", "small", "rows", "total", "counter"
         return {name: getattr(self, name) for name in names}
+
+    def manager(self, folder: Path, **options: Any) -> hs.CheckpointManager:
+        """Return a manager of this program's objects, which keeps snapshots."""
+        rules = hs.CheckpointOptions(**{"memory": 1, "every": 10**6, **options})
+        return hs.CheckpointManager(folder, options=rules, **self.objects())
 
     def go_to(self, step: int) -> None:
         """Set the state of a step. Some values are NaN, with bits of their own."""
