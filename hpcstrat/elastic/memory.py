@@ -7,12 +7,7 @@ from typing import Any
 from hpcstrat.checkpoint.file.plain_state import as_text, from_text
 from hpcstrat.checkpoint.node_memory.snapshot_blocks import partners_of
 from hpcstrat.checkpoint.objects import Objects
-from hpcstrat.elastic.memory_restore import (
-    Inventory,
-    choose,
-    restore_snapshot,
-    restore_whole,
-)
+from hpcstrat.elastic.memory_restore import Inventory, choose, restore_commit
 from hpcstrat.elastic.snapshots import Snapshot, exchange
 from hpcstrat.elastic.watching.reports import report_progress
 from hpcstrat.engine.calls.replica_collectives import Collectives
@@ -141,8 +136,7 @@ class Memory:
                 commit.key = None
             return None
         commit = next((c for c in held if c.key == key), Snapshot())
-        restore = restore_whole if strategy.logical else restore_snapshot
-        restore(commit, key, objects, strategy, reports)
+        restore_commit(commit, key, objects, strategy, reports)
         for other in held:
             # Discard the other commit, which is older, or which not all ranks have.
             if other is not commit:

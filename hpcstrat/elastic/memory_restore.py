@@ -18,7 +18,7 @@ from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.safety.divergence.divergence import check_mirrored
 from hpcstrat.variables import rule_of
 
-__all__ = ["Inventory", "choose", "restore_snapshot", "restore_whole"]
+__all__ = ["Inventory", "choose", "restore_commit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def _handover(key: Key, reports: Sequence[Inventory]) -> _Handover:
     )
 
 
-def restore_snapshot(
+def restore_commit(
     commit: Snapshot,
     key: Key,
     objects: Objects,
@@ -97,82 +97,49 @@ def restore_snapshot(
     """Restore all objects from the commit ``key``, which `choose` has returned.
 
     Collective over the strategy's replicas. On replicas that joined after the commit,
-    ``commit`` is empty; it is filled with the values of another replica.
-    """
-    handover = _handover(key, reports)
-    now = strategy.replica_id
-    if handover.newcomers:
-        _give_to_newcomers(commit, handover, strategy)
-    matches, unmade = _match(commit, objects, strategy, per_replica="init")
-    values = {path: commit.arrays[path] for path in commit.mirrored()}
-    rows: dict[str, Array] = {}
-    if now in handover.holders:
-        values.update((path, commit.arrays[path]) for path in commit.on_read())
-        rows = {
-            name: state["state"].reshape(-1)
-            for name, state in commit.iterators.items()
-            if "bit_generator" in state
-        }
-    _restore_lost(commit, handover, strategy, values, rows)
-    for match in matches:
-        _assign(match, values, strategy)
-    objects.reset(unmade)
-    # Replicas whose parts are lost are missing in sums: do not count them in means.
-    gone = sum(keeper is None for keeper in handover.lost.values())
-    objects.end_restore(commit.num_replicas - gone, strategy.num_replicas_in_sync)
-    for name, thing in objects.iterators.items():
-        if hasattr(thing, "own_state"):
-            thing.restore_own_state(
-                commit.iterators[name], [rows.get(name)], changed=bool(handover.lost)
-            )
-        else:
-            thing.restore_state(commit.iterators[name])
-    _end(commit, objects, strategy)
-
-
-def restore_whole(
-    commit: Snapshot,
-    key: Key,
-    objects: Objects,
-    strategy: Replicas,
-    reports: Sequence[Inventory],
-) -> None:
-    """Restore all objects from a commit of logical replicas.
-
-    Collective, with the parameters of `restore_snapshot`. On each rank, such a commit
-    has the parts of all logical replicas, so that no state is lost with a rank: each
-    logical replica gets its own state, on whichever rank it now is.
+    ``commit`` is empty; it is filled with the values of another replica. A commit of
+    logical replicas has the parts of all of them on each rank, so that no state is lost
+    with a rank: each logical replica gets its own state, on whichever rank it now is.
     """
     handover = _handover(key, reports)
     if handover.newcomers:
         _give_to_newcomers(commit, handover, strategy)
-    matches, unmade = _match(commit, objects, strategy, per_replica="error")
-    for match in matches:
-        match.assign(commit.arrays[match.entry.path], strategy)
-    objects.reset(unmade)
-    objects.end_restore(commit.num_replicas, strategy.num_replicas_in_sync)
-    for name, thing in objects.iterators.items():
-        thing.restore_state(commit.iterators[name])
-    _end(commit, objects, strategy)
-
-
-def _match(
-    commit: Snapshot, objects: Objects, strategy: Replicas, *, per_replica: str
-) -> tuple[list[Match], list[str]]:
-    """Match saved values with variables; refuse casts and unused values."""
-    return match_entries(
+    matches, unmade = match_entries(
         commit.header(),
         objects.variables(),
         objects,
         num_replicas=strategy.num_replicas_in_sync,
         allow_cast=False,
         expect_partial=False,
-        per_replica=per_replica,
+        per_replica="error" if strategy.logical else "init",
     )
-
-
-def _end(commit: Snapshot, objects: Objects, strategy: Replicas) -> None:
-    """Restore objects with plain state, and compare variables between replicas."""
+    num_replicas, rows = commit.num_replicas, dict[str, Array]()
+    if strategy.logical:
+        for match in matches:
+            match.assign(commit.arrays[match.entry.path], strategy)
+    else:
+        values = {path: commit.arrays[path] for path in commit.mirrored()}
+        if strategy.replica_id in handover.holders:
+            values.update((path, commit.arrays[path]) for path in commit.on_read())
+            rows = {
+                name: state["state"].reshape(-1)
+                for name, state in commit.iterators.items()
+                if "bit_generator" in state
+            }
+        _restore_lost(commit, handover, strategy, values, rows)
+        for match in matches:
+            _assign(match, values, strategy)
+        # Replicas whose parts are lost are missing in sums: do not count them in means.
+        num_replicas -= sum(keeper is None for keeper in handover.lost.values())
+    objects.reset(unmade)
+    objects.end_restore(num_replicas, strategy.num_replicas_in_sync)
+    for name, thing in objects.iterators.items():
+        if hasattr(thing, "own_state") and not strategy.logical:
+            thing.restore_own_state(
+                commit.iterators[name], [rows.get(name)], changed=bool(handover.lost)
+            )
+        else:
+            thing.restore_state(commit.iterators[name])
     for name, thing in objects.python.items():
         thing.load_state_dict(from_text(commit.python[name]))
     # If restored copies differ, raise here, before the training diverges.

@@ -150,5 +150,5 @@ def _publish(file: OrderFile, publication: Publication) -> None:
     publication.do(order.record.hashes)
     if publication.error is not None:
         traceback.print_exception(publication.error)
-        file.fail_publication(str(publication.error))
+        file.give_up(str(publication.error), "publishing")
         raise publication.error

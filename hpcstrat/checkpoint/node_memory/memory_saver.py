@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hpcstrat.checkpoint.agreement import on_rank_0
@@ -47,9 +47,9 @@ class MemorySaver:
         # Path of the save that the watchers write, and on rank 0 its order.
         self._path: str | None = None
         self._order: OrderFile | None = None
-        # Its statistics, without the times of the watchers' processes; None if an
+        # Makes its statistics from the times of the watchers' processes; None if an
         # earlier generation has begun it.
-        self._begun: SaveStatistics | None = None
+        self._statistics: partial[SaveStatistics] | None = None
         self._last: SaveStatistics | None = None
         # Time of the program for the last save by watchers, and of their processes.
         self._own_seconds = self._writing_seconds = 0.0
@@ -177,18 +177,14 @@ class MemorySaver:
         on_rank_0(self._ranks, f"save of {order.path}", begin)
         seconds = time.perf_counter() - order.began
         self._path, self._own_seconds = order.path, seconds
-        self._begun = SaveStatistics(
+        self._statistics = partial(
+            SaveStatistics,
             path=order.path,
             step=step,
             nbytes=kept.record.about.plan.size,
             asynchronous=True,
             blocking_seconds=seconds,
             copy_seconds=self._memory.seconds,
-            total_seconds=seconds,
-            hash_seconds=0.0,
-            write_seconds=0.0,
-            flush_seconds=0.0,
-            bytes_per_second=0.0,
         )
 
     def busy(self) -> bool:
@@ -207,7 +203,7 @@ class MemorySaver:
         if self._path is None:
             self._saver.finish()
             return
-        what, begun = f"save of {self._path}", self._begun
+        what, statistics = f"save of {self._path}", self._statistics
         try:
             times: dict[str, float] = on_rank_0(self._ranks, what, self._wait)
         except CheckpointError:
@@ -215,16 +211,15 @@ class MemorySaver:
             raise
         self.follow(None)
         self._writing_seconds = times.get("cpu", 0.0)
-        if begun is None:
+        if statistics is None:
             return
-        total = times.get("total", begun.total_seconds)
-        self._last = replace(
-            begun,
+        total = times.get("total", self._own_seconds)
+        self._last = statistics(
             total_seconds=total,
             hash_seconds=times.get("hash", 0.0),
             write_seconds=times.get("write", 0.0),
             flush_seconds=times.get("flush", 0.0),
-            bytes_per_second=begun.nbytes / total,
+            bytes_per_second=statistics.keywords["nbytes"] / total,
         )
         if self._ranks.rank == 0:
             get_logger("checkpoint").info("saved %s", self._last)
@@ -274,7 +269,7 @@ class MemorySaver:
 
     def follow(self, path: str | None) -> None:
         """Continue on all ranks the save that `settle` has returned."""
-        self._path, self._begun = path, None
+        self._path, self._statistics = path, None
 
     def close(self) -> None:
         """Wait for the current save, and free all memory, as `Saver.close`."""

@@ -48,16 +48,6 @@ _TAG = 19
 _CREATION = "start of snapshots in node memory"
 
 
-@dataclass(slots=True)
-class _Agreed:
-    """Message of rank 0 at the start of a snapshot; ``plan`` is None if unchanged."""
-
-    number: int
-    common: bytes
-    python: dict[str, bytes]
-    plan: FileLayout | None
-
-
 @dataclass(frozen=True, slots=True)
 class KeptSnapshot:
     """A complete snapshot; ``writers`` has the node that can write each block."""
@@ -147,15 +137,19 @@ class NodeMemory:
             return None
         began = time.perf_counter()
         what = f"snapshot of step {header.step}"
-        plan, agreed = self._agree(header, what, in_use)
-        self._number = agreed.number
+        new = self._agree(header, what, in_use)
+        plan, self._number = new.about.plan, new.about.key[1]
+        if plan != self._plan:
+            self._plan = plan
+            self._division = SnapshotDivision(plan, self._nodes)
+            self._maps.clear()
         slot = self._number % NUM_SLOTS
         if slot not in self._maps and not self._prepare(slot, plan, what):
             return None
         place = self._maps[slot]
         if self._leads:
             self._folder.forget(slot)
-        copied, problem = self._copy(place, header, values, agreed, what)
+        copied, problem = self._copy(place, header, values, new, what)
         self._send_copies(place, copied, what)
         seconds = time.perf_counter() - began
         blocks = np.array([*copied], np.int64)
@@ -169,17 +163,15 @@ class NodeMemory:
         self._stop_using(problem)
         if problem:
             return None
-        kept = self._conclude(slot, agreed, [one[2:] for one in found])
+        kept = self._conclude(slot, new, [one[2:] for one in found])
         if self._leads:
             tell_watcher("progress", step=header.step)
         return kept
 
-    def _agree(
-        self, header: Header, what: str, in_use: int | None
-    ) -> tuple[FileLayout, _Agreed]:
-        """Return the layout and what rank 0 says of a snapshot."""
+    def _agree(self, header: Header, what: str, in_use: int | None) -> Record:
+        """Return the record of a new snapshot, without the hashes; collective."""
 
-        def agree() -> _Agreed:
+        def describe() -> bytes:
             require_newest_generation(f"a {what}")
             number = self._number + 1
             if in_use is not None and (number - in_use) % NUM_SLOTS == 0:
@@ -187,20 +179,12 @@ class NodeMemory:
                 number += 1
             key = self.generation, number, header.step, self._ranks.num_ranks
             header.created_unix_ns = time.time_ns()
-            python = packed_python(header)
-            plan = self._skeletons.skeleton(header, python).plan
+            plan = self._skeletons.skeleton(header, packed_python(header)).plan
             run, first = self._folder.run, self.first_start
-            same = plan is self._plan
-            common = pickle.dumps(SnapshotAbout(run, key, first, header, plan), 5)
-            return _Agreed(number, common, python, None if same else plan)
+            return pickle.dumps(SnapshotAbout(run, key, first, header, plan), 5)
 
-        agreed: _Agreed = on_rank_0(self._ranks, what, agree)
-        if agreed.plan is not None:
-            self._plan = agreed.plan
-            self._division = SnapshotDivision(agreed.plan, self._nodes)
-            self._maps.clear()
-        assert self._plan is not None
-        return self._plan, agreed
+        common: bytes = on_rank_0(self._ranks, what, describe)
+        return Record(common, np.zeros(0), np.zeros(0))
 
     def _prepare(self, slot: int, plan: FileLayout, what: str) -> bool:
         """Reserve memory for a slot on each node; return whether there was enough."""
@@ -231,7 +215,7 @@ class NodeMemory:
         place: SlotMap,
         header: Header,
         values: Mapping[str, Any],
-        agreed: _Agreed,
+        new: Record,
         what: str,
     ) -> tuple[dict[int, int], str]:
         """Copy this rank's blocks; return their hashes, and the text of an error."""
@@ -247,7 +231,8 @@ class NodeMemory:
                 for path, value in values.items()
                 if path not in data
             }
-            data |= state_bytes(header, agreed.python)
+            # Any rank may write a part of rank 0's plain state.
+            data |= state_bytes(header, packed_python(new.about.header))
         except Exception as error:
             problem = _failure(error)
 
@@ -285,7 +270,7 @@ class NodeMemory:
                 copied[block] = block_hash(place.block(block).data)
 
     def _conclude(
-        self, slot: int, agreed: _Agreed, found: list[tuple[Array, Array]]
+        self, slot: int, new: Record, found: list[tuple[Array, Array]]
     ) -> KeptSnapshot:
         """Write the record on each node, with the blocks that are as they were sent."""
         division = self._division
@@ -311,7 +296,7 @@ class NodeMemory:
                 'Settings(divergence="full")',
                 ", ".join(sorted(paths)),
             )
-        record = Record(agreed.common, hashes, held[self._node])
+        record = Record(new.common, hashes, held[self._node])
         if self._leads:
             try:
                 self._folder.keep(slot, record)

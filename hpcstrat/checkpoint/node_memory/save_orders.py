@@ -140,17 +140,12 @@ class OrderFile:
         """Note that the checkpoint is on the disk."""
         self._move("publishing", "done")
 
-    def give_up(self, cause: str) -> None:
-        """Give up the save, unless it is published; the first cause is kept."""
+    def give_up(self, cause: str, state: str = "begun") -> None:
+        """Give up the save if it is in a state; the first cause is kept."""
         if self.noted("cause") is None:
             with contextlib.suppress(OSError):
                 self.note("cause", cause)
-        self._move("begun", "failed")
-
-    def fail_publication(self, cause: str) -> None:
-        """Give up the save after `begin_publication`."""
-        self._move("publishing", "begun")
-        self.give_up(cause)
+        self._move(state, "failed")
 
     def cause(self) -> str:
         """Return why the save was given up."""

@@ -168,7 +168,7 @@ class Leader:
         if dirty and now > start.until:
             for name in dirty:
                 state.log(f"expected {name} to end its older processes in time")
-                self._mesh.drop(name)
+                self._mesh.lose(name)
         if dirty or now < start.not_before:
             return
         start.is_started, start.until = True, now + state.options.start_seconds

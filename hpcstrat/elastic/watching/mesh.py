@@ -170,14 +170,10 @@ class Mesh:
                 try:
                     stream.send(kind, **fields)
                 except TimeoutError:
-                    self._lose(name, "silent")
+                    self.lose(name)
                 except OSError:
                     # The thread that reads the connection reports its end.
                     continue
-
-    def drop(self, name: str) -> None:
-        """Count a node as lost, and tell it so."""
-        self._lose(name, "silent")
 
     def doubtful(self, names: Iterable[str]) -> list[str]:
         """Return those of some connected nodes that have missed a sign of life.
@@ -253,13 +249,13 @@ class Mesh:
     ) -> None:
         """Greet the other side, and take its command, or messages until its end."""
         stream, why = MessageStream(connection), "closed"
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
         def check(hello: Mapping[str, Any]) -> None:
             self._check(hello, name if is_known else None)
 
         try:
             try:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 hello = greet(self._identity, stream, "peer" if is_known else "", check)
             except TimeoutError:
                 raise MalformedMessageError("the greeting took too long") from None
@@ -287,7 +283,7 @@ class Mesh:
             pass
         finally:
             if self._peers.get(name) is stream:
-                self._lose(name, why)
+                self.lose(name, why)
             connection.close()
 
     def _check(self, hello: Mapping[str, Any], expected: str | None) -> None:
@@ -329,7 +325,8 @@ class Mesh:
                 self._deliver("message", name, message)
         return "silent"
 
-    def _lose(self, name: str, why: str) -> None:
+    def lose(self, name: str, why: str = "silent") -> None:
+        """Count a node as lost, and tell it so."""
         with self._changing:
             if name in self._lost:
                 return

@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from hpcstrat.elastic.watching import claims
@@ -138,7 +139,7 @@ class Watcher:
             "message": self._on_message,
             "command": self._on_command,
             "local": self._on_local,
-            "left": self._on_left,
+            "left": self._end_rank,
             "signal": self._on_signal,
             "log": self._state.log,
             "failed": self._on_failure,
@@ -177,7 +178,7 @@ class Watcher:
         elif kind == "progress":
             self._state.step = max(self._state.step, message["step"])
         elif kind == "save":
-            self._save(message)
+            self._save(self._state.options.folder / message["order"], message["nodes"])
         elif kind == "end":
             if message["reason"] in _COMMON_REASONS:
                 self._state.reason = message["reason"]
@@ -209,18 +210,13 @@ class Watcher:
     def _on_local(
         self, pid: int, message: dict[str, Any], stream: MessageStream
     ) -> None:
-        kind, state = message["kind"], self._state
-        if kind == "progress":
-            state.step = max(state.step, message["step"])
-            self._mesh.send(list(state.present), "progress", step=state.step)
-        elif kind == "save":
-            others = [name for name in message["nodes"] if name != self._node]
-            self._mesh.send(others, **message)
-            self._save(message)
-        elif kind == "rank_end":
+        if message["kind"] == "rank":
+            self._add_rank(pid, message["number"], stream)
+        elif message["kind"] == "rank_end":
             self._end_rank(pid, message["status"])
         else:
-            self._add_rank(pid, message["number"], stream)
+            self._mesh.send(message.get("nodes", [*self._state.present]), **message)
+            self._on_message(self._node, message)
 
     def _add_rank(self, pid: int, number: int, stream: MessageStream) -> None:
         current = self._state.generation
@@ -236,11 +232,8 @@ class Watcher:
             )
             stream.send("refused", reason=reason)
 
-    def _on_left(self, pid: int) -> None:
-        # A rank that has reported no status was killed.
-        self._end_rank(pid, 128 + signal.SIGKILL)
-
-    def _end_rank(self, pid: int, status: int) -> None:
+    def _end_rank(self, pid: int, status: int = 128 + signal.SIGKILL) -> None:
+        """Report the end of a rank; one that has reported no status was killed."""
         number = self._programs.ranks.pop(pid, None)
         if number == self._state.generation.number:
             self._tell_leader("rank_end", number=number, status=status)
@@ -251,9 +244,8 @@ class Watcher:
         else:
             self._mesh.send([self._state.generation.leader], kind, **fields)
 
-    def _save(self, message: dict[str, Any]) -> None:
+    def _save(self, order: Path, nodes: list[str]) -> None:
         """Have this node's part of a snapshot written."""
-        order, nodes = self._state.options.folder / message["order"], message["nodes"]
         try:
             self._programs.save(order, nodes)
         except OSError as error:
@@ -306,7 +298,7 @@ class Watcher:
             for name in missing:
                 self._state.log(f"expected a watcher on {name}, found none in time")
                 self._state.lost[name] = "silent"
-                self._mesh.drop(name)
+                self._mesh.lose(name)
         if self._is_stopping:
             self._leader.finish(now)
         elif self._state.living()[0] == self._node:

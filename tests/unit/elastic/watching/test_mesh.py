@@ -98,7 +98,7 @@ def test_watchers_meet_talk_and_notice_an_end() -> None:
         met.meshes.pop("c").close()
         assert met.next("a", "lost") == ("c", "closed")
         # Both sides of a connection that one of them drops know the same.
-        met.meshes["a"].drop("b")
+        met.meshes["a"].lose("b")
         assert met.next("a", "lost") == ("b", "silent")
         lost = {met.next("b", "lost") for _ in range(2)}
         assert lost == {("c", "closed"), ("a", "silent")}
