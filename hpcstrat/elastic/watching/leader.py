@@ -27,9 +27,9 @@ class _LedStart:
     """A start of the program, from its claim to the judgement of its end.
 
     ``until`` is the limit of what it waits for; ``reached`` is the progress before it.
+    ``ends`` has the node and the status of each rank that has ended.
     """
 
-    number: int
     until: float
     not_before: float
     reached: tuple[int, float]
@@ -37,9 +37,7 @@ class _LedStart:
     is_started: bool = False
     is_ended: bool = False
     num_ranks: int = 0
-    num_right: int = 0
-    has_saved: bool = False
-    failed_on: str = ""
+    ends: list[tuple[str, int]] = field(default_factory=list)
 
 
 class Leader:
@@ -76,18 +74,14 @@ class Leader:
     def take(self, name: str, kind: str, message: Mapping[str, Any]) -> None:
         """Take a report of a node, perhaps of this one."""
         start = self._start
-        if start is None or message["number"] != start.number:
+        if start is None or message["number"] != self._state.generation.number:
             return
         if kind == "cleaned":
             start.cleaned.add(name)
         elif kind == "rank":
             start.num_ranks += 1
-        elif message["status"] == 0:
-            start.num_right += 1
-        elif message["status"] == _SAVED_STATUS:
-            start.has_saved = True
         else:
-            start.failed_on = start.failed_on or name
+            start.ends.append((name, message["status"]))
 
     def finish(self, now: float) -> None:
         """Judge a start whose launcher has ended, and start nothing."""
@@ -99,24 +93,26 @@ class Leader:
 
     def lead(self, now: float) -> None:
         """Do what is to be done now."""
-        start, is_over = self._start, self._state.has_lost_node()
+        state, start, is_over = self._state, self._start, self._state.has_lost_node()
         if self._programs.has_launcher:
             wanted = self._launch.ranks
             is_late = start and start.num_ranks < wanted and now > start.until
             if start and is_late and not is_over:
-                self._state.log(
+                state.log(
                     f"expected {wanted} ranks in time, found that the launcher has "
                     f"started {start.num_ranks}"
                 )
             if is_late or is_over:
-                self._programs.end_before(self._state.generation.number + 1)
-        elif start and start.is_started:
+                self._programs.end_before(state.generation.number + 1)
+            return
+        if start and start.is_started:
             self._judge(start, now)
-        elif start is None or is_over:
+        elif is_over:
             self._start = None
+        if self._start is None and not state.reason:
             self._claim(now)
-        else:
-            self._start_when_clean(start, now)
+        if self._start and not self._start.is_started and not state.reason:
+            self._start_when_clean(self._start, now)
 
     def _judge(self, start: _LedStart, now: float) -> None:
         """Decide whether a start whose launcher has ended has completed the program.
@@ -125,27 +121,29 @@ class Leader:
         """
         state, marker = self._state, self._state.options.marker
         if not start.is_ended:
-            self._programs.end_before(start.number + 1)
+            self._programs.end_before(state.generation.number + 1)
             # The reports of the ranks, or of a lost node, may come some time later.
             start.is_ended, start.until = True, now + state.options.silent_seconds + 1
         status = self._programs.launcher_status
-        is_right = start.num_right == self._launch.ranks
+        statuses = [one for _, one in start.ends]
+        failed_on = [name for name, one in start.ends if one not in (0, _SAVED_STATUS)]
+        is_right = statuses.count(0) == self._launch.ranks
         is_over = state.has_lost_node() or marker.exists()
-        is_clear = is_right or is_over or start.failed_on or status
+        is_clear = is_right or is_over or failed_on or status
         if not is_clear and now < start.until:
             return
         if is_right and not marker.exists():
-            write_marker(marker, {"generation": start.number})
+            write_marker(marker, {"generation": state.generation.number})
         self._start = None
         if marker.exists():
             state.reason = "complete"
-        elif start.has_saved or status == _SAVED_STATUS:
+        elif _SAVED_STATUS in (*statuses, status):
             state.reason = "saved"
         elif not is_over:
-            self._count_failure(start, status)
+            self._count_failure(start, status, failed_on[0] if failed_on else "")
 
-    def _count_failure(self, start: _LedStart, status: int) -> None:
-        state, name = self._state, start.failed_on
+    def _count_failure(self, start: _LedStart, status: int, name: str) -> None:
+        state = self._state
         pairs = zip(state.reached(), start.reached, strict=True)
         has_progress = any(now > then for now, then in pairs)
         failures = 0 if has_progress else state.generation.failures + 1
@@ -155,7 +153,7 @@ class Leader:
         state.generation = replace(state.generation, failures=failures, blamed=blamed)
         where = f", the first failed rank was on {name}" if name else ""
         state.log(
-            f"generation {start.number} ended with status {status}{where}, "
+            f"generation {state.generation.number} ended with status {status}{where}, "
             f"{failures} in a row without progress"
         )
         if not start.num_ranks and self.launcher == "srun":
@@ -204,7 +202,7 @@ class Leader:
         is_new = older is not None and older.job != claim.job
         not_before = now + 2 * options.silent_seconds * is_new
         until = not_before + _CLEAN_SECONDS
-        self._start = _LedStart(claim.number, until, not_before, state.reached())
+        self._start = _LedStart(until, not_before, state.reached())
         self._mesh.send(list(state.present), "generation", **asdict(claim))
         left = self._programs.end_before(claim.number)
         output = f"{options.folder}/output-{state.node}"
