@@ -95,8 +95,10 @@ class NodePrograms:
         """Give the writer a task; it has the lowest priority, and outlives the ranks.
 
         It is started when there is the first task, and ends with the watcher. Raises
-        OSError if it has ended.
+        OSError if it takes no more.
         """
+        # A writer that has just ended is replaced.
+        self.look_at_writer()
         if self._writer is None:
             environment, pipe = self._environment, subprocess.PIPE
             self._writer = self._start(_WRITER, environment, nice=19, stdin=pipe)

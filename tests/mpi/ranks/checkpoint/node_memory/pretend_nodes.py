@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.elastic.watching.node_programs import NodePrograms
+from hpcstrat.elastic.watching.node_programs import NodePrograms, give_up
 from tests.mpi.ranks.saved import Counter, fill, make_variable
 
 
@@ -204,7 +204,12 @@ class Watchers:
     def _save(self, told: dict[str, Any]) -> None:
         for name, programs in zip(self.names, self._programs, strict=True):
             if name in told["nodes"]:
-                programs.save(self.folder / told["order"], told["nodes"])
+                order = self.folder / told["order"]
+                try:
+                    programs.save(order, told["nodes"])
+                except OSError:
+                    # As a watcher does: the writer was killed in this moment.
+                    give_up(order)
         if self.kill_after is not None:
             programs = self._random.choice(self._programs)
             self._kills.append(threading.Timer(self.kill_after, _kill, [programs]))
