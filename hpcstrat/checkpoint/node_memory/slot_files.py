@@ -71,7 +71,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Return a value that was packed; None if it is not as it was, or of no version."""
+    """Return a packed value; None if it was changed, or another version packed it."""
     if xxhash.xxh3_128_digest(data[_DIGEST_BYTES:]) == data[:_DIGEST_BYTES]:
         with contextlib.suppress(Exception):
             return pickle.loads(data[_DIGEST_BYTES:])
@@ -82,9 +82,14 @@ def write_value(path: str, value: Any) -> None:
     """Write a value to a file that others see at once, or not; raises OSError."""
     new = f"{path}.{secrets.token_hex(4)}"
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-    with open(os.open(new, flags, 0o600), "wb") as file:
-        file.write(pack(value))
-    os.replace(new, path)
+    try:
+        with open(os.open(new, flags, 0o600), "wb") as file:
+            file.write(pack(value))
+        os.replace(new, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(new)
+        raise
 
 
 def read_value(path: str) -> Any:
@@ -204,7 +209,7 @@ class SnapshotFolder:
         found = {}
         for slot in range(NUM_SLOTS):
             record = read_value(self._record_path(slot))
-            # The description may be of another version of the library.
+            # There may be none, or one of another version of the library.
             with contextlib.suppress(Exception):
                 if record.about.run == self.run:
                     found[slot] = record
