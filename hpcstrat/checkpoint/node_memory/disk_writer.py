@@ -139,9 +139,7 @@ def _publish(file: OrderFile, publication: Publication) -> None:
         raise CheckpointError("expected the layout of the snapshot, found another one")
     publication.created_unix_ns = about.header.created_unix_ns
     for node in order.nodes[1:]:
-        while file.noted(f"wrote-{node}") is None:
-            file.require()
-            time.sleep(_NAP_SECONDS)
+        file.await_note(f"wrote-{node}")
     file.begin_publication()
     publication.do(order.record.hashes)
     if publication.error is not None:

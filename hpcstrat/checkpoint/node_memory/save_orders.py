@@ -13,6 +13,7 @@ import glob
 import math
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ __all__ = ["GivenUpError", "OrderFile", "SaveOrder", "deal_blocks", "orders_in"]
 _PREFIX = "save-"
 _UNDER_WAY = ("begun", "publishing")
 _STATES = (*_UNDER_WAY, "done", "failed")
+_NAP_SECONDS = 0.05
 
 
 class GivenUpError(Exception):
@@ -167,6 +169,13 @@ class OrderFile:
     def noted(self, name: str) -> Any:
         """Return the value in a file beside the order; None if there is none yet."""
         return read_value(f"{self.path}.{name}")
+
+    def await_note(self, name: str) -> Any:
+        """Return the value in a file as soon as another node has written it."""
+        while (found := self.noted(name)) is None:
+            self.require()
+            time.sleep(_NAP_SECONDS)
+        return found
 
     def times(self) -> dict[str, float]:
         """Return the times of an ended save, as far as known: of the slowest node."""

@@ -13,7 +13,6 @@ import os
 import secrets
 import socket
 import struct
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -35,10 +34,7 @@ _SECONDS, _NAP_SECONDS = 20.0, 0.05
 def send_copy(file: OrderFile, source: SlotMap) -> None:
     """Send this node's blocks to the spare node."""
     order, node = file.order, watcher().node
-    while (address := file.noted("address")) is None:
-        file.require()
-        time.sleep(_NAP_SECONDS)
-    host, port, token = address
+    host, port, token = file.await_note("address")
     with socket.create_connection((host, port), timeout=_SECONDS) as stream:
         stream.sendall(_GREETING.pack(token, order.nodes.index(node)))
         for block in order.blocks_of(node):
