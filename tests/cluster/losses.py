@@ -135,7 +135,7 @@ class Episode:
         found = self.hosts.processes()
         for pid in self.processes_on(node):
             words = found.get(pid, "")
-            # After the end of the srun of the watchers, the job script requeues the job.
+            # After the end of the watchers' srun, the job script requeues the job.
             if "hpcstrat watch" in words and not words.startswith("srun"):
                 self.kill(pid)
 
