@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.algorithms.kernel_call import repeat_nothing
+from hpcstrat.engine.algorithms.plan import repeat_nothing
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import is_device, to_reducible
 from hpcstrat.engine.calls.cross_device_ops import CrossDeviceOps

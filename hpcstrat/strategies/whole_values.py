@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcstrat.engine.algorithms.kernel_call import repeat_nothing
+from hpcstrat.engine.algorithms.plan import repeat_nothing
 from hpcstrat.engine.calls.replica_collectives import Collectives
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.entries import collective

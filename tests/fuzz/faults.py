@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from hpcstrat.engine.algorithms.kernel_call import KernelCall
+from hpcstrat.engine.algorithms.plan import KernelPlan
 from hpcstrat.engine.arrays.recycling import Recycler
 from hpcstrat.safety import exits
 
@@ -40,22 +40,22 @@ def raised(name: str) -> Exception:
 @contextmanager
 def memory_runs_out() -> Iterator[None]:
     """Let the next allocation of a result fail with MemoryError, once."""
-    arrays, repeat = Recycler.arrays, KernelCall.repeat
+    arrays, repeat = Recycler.arrays, KernelPlan.repeat
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         mends()
         raise MemoryError("planted")
 
-    def repeats(self: KernelCall, value: Any, out: Any, seconds: Any) -> Any:
+    def repeats(self: KernelPlan, value: Any, out: Any, seconds: Any) -> Any:
         # The kernel allocates small results itself.
         return fails() if out is None else repeat(self, value, out, seconds)
 
     def mends() -> None:
         Recycler.arrays = arrays  # type: ignore[method-assign]
-        KernelCall.repeat = repeat  # type: ignore[method-assign]
+        KernelPlan.repeat = repeat  # type: ignore[method-assign]
 
     Recycler.arrays = fails  # type: ignore[method-assign, assignment]
-    KernelCall.repeat = repeats  # type: ignore[method-assign]
+    KernelPlan.repeat = repeats  # type: ignore[method-assign]
     for channel in exits._channels:
         # With attention set, the kernel does not handle the next call without Python.
         channel.state.attention = True

@@ -101,22 +101,15 @@ def gathered_blocks(
 
 
 def broadcast_blocks(
-    sizes: Sequence[int], root: int, me: int, num_ranks: int, *, in_place: bool = False
+    sizes: Sequence[int], root: int, me: int, num_ranks: int
 ) -> MoveBlocks:
     """Return the blocks of a call that copies the root's arrays to all ranks.
 
-    ``sizes`` are the sizes of the arrays in bytes. If ``in_place``, the root takes
-    nothing, and has no results; the other ranks have no sources.
+    ``sizes`` are the sizes of the arrays in bytes.
     """
-    offsets = np.cumsum([0, *sizes]).tolist()
-    all_blocks = [
-        Block(root, i, offset, 0, nbytes)
-        for i, (offset, nbytes) in enumerate(zip(offsets, sizes, strict=False))
-        if nbytes
-    ]
-    streams = [offsets[-1] if rank == root else 0 for rank in range(num_ranks)]
-    takes = [] if in_place and me == root else all_blocks
-    return MoveBlocks(all_blocks if me == root else [], takes, streams, None)
+    lengths = [sizes if r == root else [0] * len(sizes) for r in range(num_ranks)]
+    ones = [1] * len(sizes)
+    return gathered_blocks(lengths, ones, ones, me)
 
 
 def sent_blocks(

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.algorithms.plan import Plan, Request, is_plain
+from hpcstrat.engine.algorithms.plan import Plan, is_plain
 from hpcstrat.engine.algorithms.work import add_in_order, divide, segment_of
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
@@ -152,15 +152,15 @@ class MappedSum(Plan):
     the arrays. `run` and `steps` are collective over ``topology.worker_comm``.
     """
 
-    def __init__(self, request: Request, inner: Plan, areas: MappedMemory) -> None:
-        super().__init__(request, inner.choice, inner.channel)
-        self._inner, self._areas = inner, areas
+    def __init__(self, inner: Plan, divisor: int, areas: MappedMemory) -> None:
+        super().__init__(inner.call, inner.results, inner.channel, inner.allocate)
+        self._inner, self._divisor, self._areas = inner, divisor, areas
 
     def steps(
         self, arrays: Sequence[Array], results: Sequence[Array], *, waits: bool = False
     ) -> WaitSteps:
         """Reduce arrays step by step; see `Plan.steps`."""
-        channel: Any = self.channel
+        channel = self.channel
         if not waits:
             yield from self._inner.steps(arrays, results)
             return
@@ -181,7 +181,7 @@ class MappedSum(Plan):
             shared = bool(rows[:, 0].all())
             areas.conclude(own, all_mapped=shared)
         if shared:
-            _sum_segment(areas.views(found, own, me), me, self.divisor, channel)
+            _sum_segment(areas.views(found, own, me), me, self._divisor, channel)
             # No rank continues before all ranks have written their sums.
             yield channel.step(self.call)
             return

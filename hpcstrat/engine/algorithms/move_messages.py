@@ -18,7 +18,7 @@ from hpcstrat.engine.channel.interruptible import InterruptibleComm
 from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
 from hpcstrat.engine.typing import Array
 
-__all__ = ["move_by_messages", "same_memory"]
+__all__ = ["move_by_messages"]
 
 _TAG = 23
 
@@ -31,7 +31,7 @@ def move_by_messages(
     blocks: MoveBlocks,
     own: Array,
     targets: Sequence[Array],
-    channel: Channel,
+    channel: Channel | None,
     *,
     waits: bool,
 ) -> WaitSteps:
@@ -40,22 +40,22 @@ def move_by_messages(
     Collective over ``topology.replica_comm``. ``targets`` is the memory of the blocks
     that this rank takes. For ``waits``, see `MovePlan.steps`.
     """
-    comm = channel.interruptible(channel.topology.replica_comm)
-    steps: Iterator[Any]
     takes = list(zip(blocks.takes, targets, strict=True))
-    senders = [rank for rank, size in enumerate(blocks.streams) if size]
+    if channel is None:
+        yield HEADER
+        _copy_out(own, takes)
+        return
+    comm = channel.interruptible(channel.topology.replica_comm)
+    several = sum(size > 0 for size in blocks.streams) > 1
+    steps: Iterator[Any]
     if blocks.spans is not None:
         parts = {rank: own[low:high] for rank, (low, high) in blocks.spans.items()}
         steps = _exchanged(parts, own, takes, comm)
-    elif not senders:
-        steps = iter([HEADER])
-    elif len(senders) == 1:
-        steps = _broadcast(senders[0], own, takes, comm)
-    elif channel.topology.num_workers == comm.size:
+    elif several and channel.topology.num_workers == comm.size:
         others = [rank for rank in range(comm.size) if rank != comm.rank and own.size]
         steps = _exchanged(dict.fromkeys(others, own), own, takes, comm)
     else:
-        steps = _gathered(blocks.streams, own, takes, comm)
+        steps = _sent_to_all(blocks.streams, own, takes, comm)
     yield next(steps)
     if waits:
         comm.finish(steps)
@@ -80,33 +80,25 @@ def _exchanged(
         _copy_out(memory[rank], some, some[0][0].offset)
 
 
-def _broadcast(
-    root: int, own: Array, takes: _Takes, comm: InterruptibleComm
-) -> Iterator[Any]:
-    """Send the stream of the only sender to all ranks."""
-    whole = own if comm.rank == root else _memory(takes)
-    yield HEADER
-    yield from comm.casting(whole, root)
-    _copy_out(whole, takes)
-
-
-def _gathered(
+def _sent_to_all(
     sizes: Sequence[int], own: Array, takes: _Takes, comm: InterruptibleComm
 ) -> Iterator[Any]:
-    """Send all streams to all ranks.
+    """Send all streams to all ranks; MPI passes on what a rank has received.
 
-    MPI passes on what a rank has received, so that few bytes cross the network if a
-    worker has several ranks.
+    So few bytes cross the network if a worker has several ranks.
     """
-    found = _adjacent(takes)
+    [root, *more] = np.flatnonzero(sizes).tolist() or [comm.rank]
+    found = own if root == comm.rank and not more else _adjacent(takes)
     whole = np.empty(sum(sizes), np.uint8) if found is None else found
     streams = np.split(whole, np.cumsum(sizes)[:-1])
     yield HEADER
-    streams[comm.rank][...] = own
-    yield from comm.gathering(whole, sizes)
-    if found is None:
-        for block, target in takes:
-            _copy_out(streams[block.rank], [(block, target)])
+    if more:
+        streams[comm.rank][...] = own
+        yield from comm.gathering(whole, sizes)
+    else:
+        yield from comm.casting(whole, root)
+    for block, target in takes:
+        _copy_out(streams[block.rank], [(block, target)])
 
 
 def _memory(takes: _Takes) -> Array:
@@ -120,7 +112,7 @@ def _memory(takes: _Takes) -> Array:
 
 def _adjacent(takes: _Takes) -> Array | None:
     """Return one array of targets that are adjacent in memory; None if they are not."""
-    targets = [target for _, target in takes]
+    targets = [target for _, target in takes] or [np.empty(0, np.uint8)]
     if len(targets) == 1:
         return targets[0]
     starts = [target.ctypes.data for target in targets]
@@ -141,13 +133,7 @@ def _owner(array: Array) -> Any:
 def _copy_out(memory: Array, takes: _Takes, first: int = 0) -> None:
     """Copy blocks into their targets; ``memory`` begins at byte ``first``."""
     for block, target in takes:
-        if target is not memory:
-            low = block.offset - first
-            values = memory[low : low + target.size]
-            if not same_memory(values, target):
-                target[...] = values
-
-
-def same_memory(one: Array, other: Array) -> bool:
-    """Return whether two contiguous arrays are the same memory."""
-    return one.nbytes == other.nbytes and one.ctypes.data == other.ctypes.data
+        low = block.offset - first
+        values = memory[low : low + target.size]
+        if values.ctypes.data != target.ctypes.data:
+            target[...] = values

@@ -5,34 +5,38 @@ Each replica takes blocks from the streams of all replicas, and writes them into
 results. So a gather, a broadcast, an all-to-all and an exchange between neighbors
 differ only in their blocks, which `hpcstrat.engine.algorithms.blocks` lists.
 
-Inside one worker the streams are copied through shared memory, piece by piece, by the
-compiled kernel or by this module. Between workers, short streams are sent in the header
-of the call, and long streams in messages.
+Inside one worker the compiled kernel copies the streams through shared memory, piece by
+piece. Between workers, short streams are sent in the header of the call. All other
+streams are sent in messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+import functools
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from hpcstrat.engine.algorithms.blocks import Block, MoveBlocks
-from hpcstrat.engine.algorithms.kernel_call import (
-    KernelCall,
+from hpcstrat.engine.algorithms.move_messages import move_by_messages
+from hpcstrat.engine.algorithms.plan import (
+    KernelPlan,
+    Kinds,
+    Plan,
     SentValues,
     cached_piece_bytes,
+    is_plain,
+    without_memory,
 )
-from hpcstrat.engine.algorithms.move_messages import move_by_messages, same_memory
-from hpcstrat.engine.algorithms.plan import is_plain
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.channel.waitable import HEADER, HeaderStep, WaitSteps
+from hpcstrat.engine.channel.waitable import HeaderStep, WaitSteps
 from hpcstrat.engine.channel.wire_headers import HeaderBlocks, carried_bytes
 from hpcstrat.engine.native import load
 from hpcstrat.engine.typing import Array
 
-__all__ = ["MovePlan", "copy_own_blocks", "hand_over", "sent_in_header"]
+__all__ = ["plan_move", "sent_in_header"]
 
 # Ranks read streams from this size on in each other's memory, instead of copying them
 # through the places of the rings: each byte is copied once. Below, this is slower: two
@@ -44,224 +48,125 @@ _LEAST_RECYCLED_BYTES = 4 << 20
 _MOST_READ_ARRAYS = 2000
 # Streams begin at multiples of this size in a header between workers.
 _ALIGNMENT_BYTES = 16
-_Piece = TypeVar("_Piece")
-# Shape and dtype of an array.
-_Kind = tuple[tuple[int, ...], np.dtype[Any]]
 
 
-class MovePlan:
-    """The plan of a call that moves data; the same on every rank but for its blocks.
+def plan_move(
+    call: Call,
+    blocks: MoveBlocks,
+    kinds: tuple[Kinds, Kinds],
+    channel: Channel | None,
+    allocate: Any,
+) -> Plan:
+    """Return the plan of a call that moves data; only its blocks differ between ranks.
 
     ``kinds`` are the shapes and dtypes of this rank's arrays, and of its results.
-    ``allocate`` makes new arrays for the results. `run` and `steps` are collective
-    over ``topology.replica_comm``.
+    ``allocate`` makes new arrays for the results.
     """
+    kernel = None if channel is None else channel.kernel
+    sent = None if channel is None else sent_in_header(blocks.nbytes, channel)
+    if channel is None or kernel is None or (channel.wire is not None and sent is None):
+        return MovePlan(call, blocks, kinds[1], channel, allocate)
+    topology = channel.topology
+    ranks = list(range(topology.num_replicas))
+    piece_bytes = cached_piece_bytes(topology.slot_bytes, topology)
+    if channel.wire is not None and sent is not None:
+        ranks = [worker for worker, _ in channel.wire.where]
+        piece_bytes = sent.place_bytes
+    # Ranks read each other's arrays, or none of them does.
+    most = max(*map(len, kinds), topology.num_replicas)
+    large = blocks.nbytes >= _LEAST_READ_BYTES and most < _MOST_READ_ARRAYS
+    reads = large and blocks.readable and channel.wire is None and channel.reads_memory
+    likes, result_likes = map(without_memory, kinds)
+    longest = max((like.nbytes for like in result_likes), default=0)
+    recycles = longest >= _LEAST_RECYCLED_BYTES
+    one = load().move(
+        kernel,
+        _numbers(blocks.puts, ranks),
+        _numbers(blocks.takes, ranks),
+        blocks.nbytes,
+        *blocks.own,
+        likes,
+        result_likes,
+        piece_bytes,
+        call,
+        call.digest,
+        functools.partial(allocate, kinds[1]) if recycles else None,
+        reads,
+        _numbers([source for source, _ in blocks.copies], ranks),
+        _numbers([*(b for _, b in blocks.copies), *blocks.zeros], ranks),
+    )
+    plan = KernelPlan(call, kinds[1], channel, allocate, one=one, carried=sent)
+    plan.own = blocks.own
+    return plan
+
+
+class MovePlan(Plan):
+    """A call that moves data without the kernel, or in messages between workers."""
 
     def __init__(
         self,
         call: Call,
         blocks: MoveBlocks,
-        kinds: tuple[Sequence[_Kind], Sequence[_Kind]],
-        channel: Channel,
+        results: Kinds,
+        channel: Channel | None,
         allocate: Any,
     ) -> None:
-        sources, results = kinds
-        self.call, self.results = call, list(results)
-        self._blocks, self._channel, self._allocate = blocks, channel, allocate
-        self._puts = blocks.puts
-        self._takes, self._me = blocks.takes, channel.topology.replica_id
-        self._carried: _Carried | None = None
-        # The kernel's call, which can be repeated.
-        self.kernel_call: KernelCall | None = None
-        likes = [np.broadcast_to(np.empty((), d), s) for s, d in sources]
-        result_likes = [np.broadcast_to(np.empty((), d), s) for s, d in results]
-        kernel, wire, sent = channel.kernel, channel.wire, None
-        piece_bytes = cached_piece_bytes(channel.topology.slot_bytes, channel.topology)
-        ranks = list(range(channel.topology.num_replicas))
-        if wire is not None:
-            self._carried = _Carried.make(blocks.nbytes, channel)
-            sent = sent_in_header(blocks.nbytes, channel)
-            if sent is None:
-                return
-            piece_bytes = sent.place_bytes
-            ranks = [worker for worker, _ in wire.where]
-        if kernel is None:
-            return
-        longest = max((like.nbytes for like in result_likes), default=0)
-        one = load().move(
-            kernel,
-            _numbers(self._puts, ranks),
-            _numbers(self._takes, ranks),
-            blocks.nbytes,
-            *blocks.own,
-            likes,
-            result_likes,
-            piece_bytes,
-            call,
-            call.digest,
-            self.new_results if longest >= _LEAST_RECYCLED_BYTES else None,
-            self._reads(len(sources), len(results)),
-            _numbers([source for source, _ in blocks.copies], ranks),
-            _numbers([*(b for _, b in blocks.copies), *blocks.zeros], ranks),
-        )
-        self.kernel_call = KernelCall(channel, call, one, sent)
-
-    def _reads(self, *counts: int) -> bool:
-        """Return whether ranks read each other's arrays; the same on every rank.
-
-        ``counts`` are the numbers of this rank's arrays and results.
-        """
-        channel = self._channel
-        most = max(*counts, channel.topology.num_replicas)
-        large = self._blocks.nbytes >= _LEAST_READ_BYTES and most < _MOST_READ_ARRAYS
-        large = large and self._blocks.readable
-        return large and channel.wire is None and channel.reads_memory
-
-    def new_results(self) -> list[Array]:
-        """Allocate arrays for the results; not collective."""
-        made: list[Array] = self._allocate(self.results)
-        return made
-
-    def run(
-        self,
-        arrays: Sequence[Array],
-        outs: Sequence[Array] | None,
-        timeout_seconds: float | None,
-    ) -> Sequence[Array]:
-        """Make the call; return ``outs``, or new arrays."""
-        kernel = self.kernel_call
-        if kernel is not None:
-            given = list(arrays), None if outs is None else list(outs)
-            found = kernel.repeat(*given, timeout_seconds)
-            if found is not None:
-                return list(found)
-        results = self.new_results() if outs is None else outs
-        if outs is not None:
-            arrays = self._apart(arrays, outs)
-        if kernel is not None:
-            kernel.run(arrays, results, timeout_seconds)
-        else:
-            steps = self.steps(arrays, results, waits=True)
-            self._channel.drive(steps, self.call, timeout_seconds)
-        return results
-
-    def _apart(self, arrays: Sequence[Array], outs: Sequence[Array]) -> list[Array]:
-        """Return the arrays, with copies of those that results would overwrite."""
-        source, result = self._blocks.own
-        return [
-            array.copy()
-            if any(
-                np.may_share_memory(array, out)
-                and not ((i, j) == (source, result) and same_memory(array, out))
-                for j, out in enumerate(outs)
-            )
-            else array
-            for i, array in enumerate(arrays)
-        ]
+        super().__init__(call, results, channel, allocate)
+        self._blocks, self._takes, self.own = blocks, blocks.takes, blocks.own
+        self._carried = None if channel is None else _carried(blocks.nbytes, channel)
 
     def steps(
         self, arrays: Sequence[Array], results: Sequence[Array], *, waits: bool = False
     ) -> WaitSteps:
-        """Make the call step by step; see `hpcstrat.engine.channel.waitable`.
+        """Make the call step by step; see `Plan.steps`.
 
         Between workers, calls in which ranks send parts of their arrays to each other
         need ``waits``: then MPI's calls wait here, and not where the steps are awaited.
         """
-        channel, blocks = self._channel, self._blocks
+        blocks = self._blocks
         flats = [a if is_plain(a) else np.require(a, requirements="C") for a in arrays]
-        own = _stream([_octets(flat) for flat in flats], self._puts)
+        own = _stream([_octets(flat) for flat in flats], blocks.puts)
         into = [r if is_plain(r) else np.empty(r.shape, r.dtype) for r in results]
         octets = [_octets(array) for array in into]
         targets = [_target(octets[b.array], b) for b in self._takes]
         if self._carried is not None:
             yield from self._carried.steps(own, self._takes, targets)
-        elif channel.wire is None:
-            yield from self._in_memory(own, targets)
         else:
-            yield from move_by_messages(blocks, own, targets, channel, waits=waits)
+            given = blocks, own, targets, self.channel
+            yield from move_by_messages(*given, waits=waits)
         i, j = blocks.own
-        if i >= 0 and not any(b.rank == self._me for b in self._takes):
+        if i >= 0 and blocks.spans is not None:
             octets[j][...] = _octets(flats[i])
-        copy_own_blocks(blocks, flats, into)
+        for source, copied in blocks.copies:
+            values = _rows(_octets(flats[source.array]), source)
+            rows = _rows(octets[copied.array], copied)
+            rows[...] = values.reshape(rows.shape)
+        for block in blocks.zeros:
+            _rows(octets[block.array], block)[...] = 0
         for block, target in zip(self._takes, targets, strict=True):
             if block.num_chunks > 1:
-                _rows(octets[block.array], block)[...] = target.reshape(
-                    block.num_chunks, -1
-                )
+                rows = _rows(octets[block.array], block)
+                rows[...] = target.reshape(rows.shape)
         for array, result in zip(into, results, strict=True):
             if array is not result:
                 result[...] = array
 
-    def _in_memory(self, own: Array, targets: list[Array]) -> WaitSteps:
-        """Copy the streams through the memory of one worker."""
-        channel = self._channel
-        me, octets = self._me, channel.rings.of(np.dtype(np.uint8))
-        columns = channel.topology.slot_bytes
-
-        def put(piece: slice, place: int) -> None:
-            values = own[piece]
-            octets[me, place : place + values.size] = values
-
-        def take(piece: slice, place: int) -> None:
-            for block, target in zip(self._takes, targets, strict=True):
-                low = max(block.offset, piece.start)
-                high = min(block.offset + target.size, piece.stop)
-                if low < high:
-                    at = place + low - piece.start
-                    values = octets[block.rank, at : at + high - low]
-                    target[low - block.offset : high - block.offset] = values
-
-        starts = range(0, self._blocks.nbytes, columns)
-        yield from hand_over(
-            [slice(start, start + columns) for start in starts],
-            put,
-            take,
-            place_bytes=channel.rings.place_bytes(min(self._blocks.nbytes, columns)),
-            call=self.call,
-            channel=channel,
-        )
-
-
-def hand_over(
-    pieces: Sequence[_Piece],
-    put: Callable[[_Piece, int], object],
-    take: Callable[[_Piece, int], Any],
-    *,
-    place_bytes: int,
-    call: Call,
-    channel: Channel,
-) -> WaitSteps:
-    """Let each rank put pieces into its ring, and read the pieces of the other ranks.
-
-    Collective over ``topology.worker_comm``. Each piece is put into its place before
-    the ranks read the preceding piece, so that each piece needs only one step. ``put``
-    and ``take`` are called with a piece and the byte offset of its place; ``take`` may
-    return further steps to wait for.
-    """
-    rings, place = channel.rings, 0
-    if pieces:
-        place = rings.take(place_bytes)
-        put(pieces[0], place)
-    yield HEADER
-    for number, piece in enumerate(pieces, start=1):
-        after, step = 0, None
-        if number < len(pieces):
-            after = rings.take(place_bytes)
-            put(pieces[number], after)
-            step = channel.step(call)
-        yield from take(piece, place) or ()
-        if step is not None:
-            yield step
-        place = after
-
 
 def sent_in_header(nbytes: int, channel: Channel) -> SentValues | None:
     """Return streams of a size in a header, from the kernel; None if it cannot."""
-    wire: Any = channel.wire
-    if wire.values is None or any(index for _, index in wire.where):
+    wire = channel.wire
+    if wire is None or wire.values is None or any(index for _, index in wire.where):
         return None
     row_bytes, num_rows = _rows_in_header(nbytes, channel)
     return SentValues(wire.values, wire, carried_bytes(row_bytes)) if num_rows else None
+
+
+def _carried(nbytes: int, channel: Channel) -> _Carried | None:
+    """Return the payload for streams of a size, or None if they are too long."""
+    if channel.wire is None:
+        return None
+    row_bytes, num_rows = _rows_in_header(nbytes, channel)
+    return _Carried(channel, row_bytes, num_rows) if num_rows else None
 
 
 def _rows_in_header(nbytes: int, channel: Channel) -> tuple[int, int]:
@@ -297,12 +202,6 @@ class _Carried(HeaderBlocks):
             self.in_order[wire.worker] if self.in_order else np.empty(0, np.uint8)
         )
         self._place = self._channel.rings.of(np.dtype(np.uint8))[:, :0]
-
-    @classmethod
-    def make(cls, nbytes: int, channel: Channel) -> _Carried | None:
-        """Return the payload for streams of a size, or None if they are too long."""
-        row_bytes, num_rows = _rows_in_header(nbytes, channel)
-        return cls(channel, row_bytes, num_rows) if num_rows else None
 
     def steps(
         self, own: Array, takes: Sequence[Block], targets: Sequence[Array]
@@ -350,21 +249,6 @@ def _numbers(blocks: Sequence[Block], ranks: Sequence[int]) -> Array:
 def _octets(array: Array) -> Array:
     """Return the bytes of a contiguous array, as a flat array."""
     return array.reshape(-1).view(np.uint8) if array.size else np.empty(0, np.uint8)
-
-
-def copy_own_blocks(
-    blocks: MoveBlocks, arrays: Sequence[Array], results: Sequence[Array]
-) -> None:
-    """Copy the blocks that this rank has itself, and fill others with zeros.
-
-    The arrays and the results are contiguous.
-    """
-    for source, result in blocks.copies:
-        values = _rows(_octets(arrays[source.array]), source)
-        target = _rows(_octets(results[result.array]), result)
-        target[...] = values.reshape(target.shape)
-    for block in blocks.zeros:
-        _rows(_octets(results[block.array]), block)[...] = 0
 
 
 def _rows(octets: Array, block: Block) -> Array:

@@ -22,9 +22,8 @@ from hpcstrat.engine.algorithms.exchanged import (
     reduce_by_exchange,
     reduce_by_mpi,
 )
-from hpcstrat.engine.algorithms.plan import IN_HEADER
 from hpcstrat.engine.algorithms.shared_memory import reduce_in_memory
-from hpcstrat.engine.algorithms.work import Choice
+from hpcstrat.engine.algorithms.work import IN_HEADER, Choice
 from hpcstrat.engine.channel.interruptible import PIECE_BYTES
 from hpcstrat.engine.channel.wire_headers import room_bytes
 from hpcstrat.engine.options import CommunicationOptions

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.engine.algorithms.exchanged import ConcurrentSums, exchanged_sum
-from hpcstrat.engine.algorithms.move_plan import hand_over
 from hpcstrat.engine.algorithms.work import add_in_order, divide, fill, slice_of
 from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings
 from hpcstrat.engine.arrays.packing import Piece, Run
@@ -156,10 +155,39 @@ def reduce_slices(
         else:
             divide(total, divisor)
 
-    yield from hand_over(
-        pieces, put, take, place_bytes=place_bytes, call=call, channel=channel
-    )
+    yield from _hand_over(pieces, put, take, place_bytes, call=call, channel=channel)
     yield from sums_under_way.end()
+
+
+def _hand_over(
+    pieces: Sequence[SlicedPiece],
+    put: Callable[[SlicedPiece, int], None],
+    take: Callable[[SlicedPiece, int], WaitSteps],
+    place_bytes: int,
+    *,
+    call: Call,
+    channel: Channel,
+) -> WaitSteps:
+    """Let each rank put pieces into its ring, and take the pieces of the other ranks.
+
+    Each piece is put into its place before the ranks read the preceding piece, so that
+    each piece needs only one step. ``put`` and ``take`` are called with a piece and the
+    byte offset of its place.
+    """
+    place = channel.rings.take(place_bytes) if pieces else 0
+    for piece in pieces[:1]:
+        put(piece, place)
+    yield HEADER
+    for number, piece in enumerate(pieces, start=1):
+        after, step = 0, None
+        if number < len(pieces):
+            after = channel.rings.take(place_bytes)
+            put(pieces[number], after)
+            step = channel.step(call)
+        yield from take(piece, place)
+        if step is not None:
+            yield step
+        place = after
 
 
 def _in_source(run: Run, sources: Sequence[Array]) -> Array | None:

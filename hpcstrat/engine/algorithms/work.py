@@ -24,6 +24,7 @@ from hpcstrat.engine.channel.waitable import WaitSteps
 from hpcstrat.engine.typing import Array
 
 __all__ = [
+    "IN_HEADER",
     "Algorithm",
     "Choice",
     "Work",
@@ -34,6 +35,9 @@ __all__ = [
     "segment_of",
     "slice_of",
 ]
+
+IN_HEADER = "in the header of the call"
+"""Description of a sum in the header, for `Choice.how`."""
 
 _CACHE_LINE_BYTES = 64
 
@@ -70,7 +74,7 @@ class Choice:
     small: bool = False
     # True if a call by this algorithm can be started now and awaited later.
     starts: bool = True
-    # True if a `KernelSum` or `MappedSum` may replace this algorithm.
+    # True if a `KernelPlan` or `MappedSum` may replace this algorithm.
     in_worker: bool = False
     # Description of the algorithm for timelines and `hpcstrat info`.
     how: str = ""

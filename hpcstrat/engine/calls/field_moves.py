@@ -25,7 +25,6 @@ from hpcstrat.engine.algorithms.field_blocks import (
     part,
     transpose_blocks,
 )
-from hpcstrat.engine.algorithms.move_plan import copy_own_blocks
 from hpcstrat.engine.arrays.casting import is_half
 from hpcstrat.engine.arrays.kinds import array_module, as_array, to_reducible
 from hpcstrat.engine.calls.field_checks import (
@@ -356,16 +355,6 @@ class FieldMoves:
         arrays, structure, lines = fields
         moves, given, outs = repeated
         own = tuple(array.shape for array in arrays)
-        if self.collectives.channel is None:
-            if (problem := check([own], lines[0])) is not None:
-                raise problem
-            blocks, kinds = plan([own])
-            results = [np.empty(*kind) for kind in kinds]
-            plain = [np.require(array, requirements="C") for array in arrays]
-            copy_own_blocks(blocks, plain, results)
-            for out, result in zip(outs or (), results, strict=False):
-                out[...] = result
-            return outs or results
 
         def read_shapes(rows: Any) -> Any:
             shapes = tuple(_divided(row, own) for row in rows)

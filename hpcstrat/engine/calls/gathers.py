@@ -17,6 +17,7 @@ from hpcstrat.engine.algorithms.blocks import (
     broadcast_blocks,
     gathered_blocks,
 )
+from hpcstrat.engine.algorithms.plan import Kinds
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import as_array, is_device
 from hpcstrat.engine.calls.gpu_moves import broadcast_on_gpus, gathered_on_gpus
@@ -103,7 +104,7 @@ class Gathers:
         own = tuple(a.shape[axis] for a in arrays)
         rank, all_equal = self.collectives.rank, (own,) * self.collectives.size
 
-        def plan(lengths: Any) -> tuple[MoveBlocks, list[Any]]:
+        def plan(lengths: Any) -> tuple[MoveBlocks, Kinds]:
             lengths = lengths or all_equal
             whole = [sum(column) for column in zip(*lengths, strict=True)]
             results = [
@@ -130,7 +131,7 @@ class Gathers:
             copies = unflatten(structure, [array.copy() for array in arrays])
             return PendingCall(None, call, iter(()), copies)
         plan = self._gathers.plan(self._gather(arrays, axis, call, None))
-        results = plan.new_results()
+        results = plan.allocate(plan.results)
         steps, whole = plan.steps(arrays, results), unflatten(structure, results)
         return PendingCall(
             calls.channel, plan.call, steps, whole, calls.timeout_seconds

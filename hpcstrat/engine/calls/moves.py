@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from hpcstrat.engine.algorithms.blocks import (
     gathered_blocks,
     sent_blocks,
 )
+from hpcstrat.engine.algorithms.plan import Kinds
 from hpcstrat.engine.call_sites import call_site
 from hpcstrat.engine.calls.repeated_moves import Move, RepeatedMoves
 from hpcstrat.engine.channel.call import Call, describe_call
@@ -28,9 +30,6 @@ __all__ = ["Moves", "describe_arrays", "flat_view"]
 
 # A message names at most this number of pairs of replicas.
 _MOST_NAMED = 4
-# The arguments of the kernel's function that repeats a call: the names of the call and
-# of the operation, and the value that the program has passed.
-_Given = tuple[str, Any, Any]
 
 
 class Moves:
@@ -68,7 +67,7 @@ class Moves:
             self.collectives.call(what, agree, describe_call(what), seconds)
 
     def _barrier(self, *given: Any) -> None:
-        if not self.alone():
+        if self.collectives.channel is not None:
             blocks = MoveBlocks([], [], [0] * self.size, None)
             self._move(describe_call("barrier"), [], [], blocks, given[:3])
 
@@ -82,10 +81,8 @@ class Moves:
     def _all_gather_into(
         self, what: str, name: None, own: Array, parts: Sequence[Array]
     ) -> None:
-        self.check_parts(parts, own, self.rank)
+        self.check_parts(parts, own)
         call = describe_arrays(what, own, [flat_view(part) for part in parts])
-        if self.alone(own, parts[self.rank]):
-            return
         sizes = [part.nbytes for part in parts]
         blocks = gathered_blocks([(n,) for n in sizes], (1,), (1,), self.rank)
         takes = [b._replace(array=b.rank, at=0) for b in blocks.takes]
@@ -106,10 +103,11 @@ class Moves:
         [array] = arrays + outs
         flat_view(array)
         call = describe_arrays(f"{what}(root={root})", array)
-        if not self.alone():
-            here = self.rank, self.size
-            blocks = broadcast_blocks([array.nbytes], root, *here, in_place=True)
-            self._move(call, arrays, outs, blocks, (what, root, arrays))
+        blocks = broadcast_blocks([array.nbytes], root, self.rank, self.size)
+        if arrays:
+            # The root has no results.
+            blocks = replace(blocks, takes=[])
+        self._move(call, arrays, outs, blocks, (what, root, arrays))
 
     def gather_into(
         self, own: Array, parts: Sequence[Array] | None, root: int, what: str
@@ -119,19 +117,7 @@ class Moves:
         Only the root's ``parts`` are used, which must all have the size of ``own``.
         """
         outs = list(parts or ()) if self.rank == root else []
-        self._repeated.call(self._gather_into, what, root, own, outs)
-
-    def _gather_into(self, what: str, root: int, own: Array, outs: list[Array]) -> None:
-        self.check_root(root)
-        here, table = self.rank == root, np.zeros((self.size, self.size), np.int64)
-        if here:
-            self._check_equal(outs, own, "gives")
-        call = describe_arrays(f"{what}(root={root})", own)
-        if not self.alone(own, outs[0] if here else None):
-            table[:, root] = own.nbytes
-            results = {rank: rank for rank in range(self.size)} if here else {}
-            blocks = sent_blocks(table, self.rank, {root: 0}, results)
-            self._move(call, [own], outs, blocks, (what, root, own))
+        self._repeated.call(self._with_root, what, root, own, outs)
 
     def scatter_into(
         self, parts: Sequence[Array] | None, result: Array, root: int, what: str
@@ -141,23 +127,34 @@ class Moves:
         Only the root's ``parts`` are used, which must all have the size of ``result``.
         """
         sources = list(parts or ()) if self.rank == root else []
-        self._repeated.call(self._scatter_into, what, root, sources, [result])
+        self._repeated.call(self._with_root, what, root, sources, [result])
 
-    def _scatter_into(
-        self, what: str, root: int, sources: list[Array], outs: list[Array]
+    def _with_root(
+        self, what: str, root: int, value: Array | list[Array], outs: list[Array]
     ) -> None:
+        """Gather ``value`` into the root's ``outs``, or scatter the root's list."""
         self.check_root(root)
-        here, table = self.rank == root, np.zeros((self.size, self.size), np.int64)
-        [result] = outs
-        flat_view(result)
+        table = np.zeros((self.size, self.size), np.int64)
+        here, every = self.rank == root, {rank: rank for rank in range(self.size)}
+        if isinstance(value, list):
+            own, parts, does = outs[0], value, "takes"
+            arrays, to, source = value, every if here else {}, {root: 0}
+            flat_view(own)
+            table[root] = own.nbytes
+        else:
+            own, parts, does = value, outs, "gives"
+            arrays, to, source = [own], {root: 0}, every if here else {}
+            table[:, root] = own.nbytes
         if here:
-            self._check_equal(sources, result, "takes")
-        call = describe_arrays(f"{what}(root={root})", result)
-        if not self.alone(sources[0] if here else None, result):
-            table[root] = result.nbytes
-            to = {rank: rank for rank in range(self.size)} if here else {}
-            blocks = sent_blocks(table, self.rank, to, {root: 0})
-            self._move(call, sources, outs, blocks, (what, root, sources))
+            self.check_parts(parts, own)
+            if any(part.size != own.size for part in parts):
+                raise ValueError(
+                    f"expected parts of {own.size} elements, as this replica {does}, "
+                    f"found sizes {[part.size for part in parts]}; make them equal"
+                )
+        call = describe_arrays(f"{what}(root={root})", own)
+        blocks = sent_blocks(table, self.rank, to, source)
+        self._move(call, arrays, outs, blocks, (what, root, value))
 
     def all_to_all(
         self, sends: Sequence[Array], receives: Sequence[Array], what: str
@@ -169,21 +166,7 @@ class Moves:
         CollectiveError.
         """
         given = what, "all", list(sends), list(receives)
-        self._repeated.call(self._all_to_all, *given)
-
-    def _all_to_all(
-        self, what: str, name: str, sends: list[Array], receives: list[Array]
-    ) -> None:
-        size = self.size
-        if not len(sends) == len(receives) == size:
-            raise ValueError(
-                f"expected {size} parts to send and to receive, one for each replica, "
-                f"found {len(sends)} and {len(receives)}; pass as many"
-            )
-        kind = _common_dtype("parts", [*sends, *receives])
-        call, given = describe_call(what, f"{kind} to {size} replicas"), (what, name)
-        every = dict(enumerate(sends)), dict(enumerate(receives))
-        self._send(call, *every, (*given, sends), equal=True)
+        self._repeated.call(self._send, *given)
 
     def exchange(
         self, sends: Mapping[int, Array], receives: Mapping[int, Array], what: str
@@ -197,69 +180,54 @@ class Moves:
         """
         name = tuple(sends), tuple(receives)
         arrays, outs = list(sends.values()), list(receives.values())
-        self._repeated.call(self._exchange, what, name, arrays, outs)
-
-    def _exchange(
-        self, what: str, name: Any, arrays: list[Array], outs: list[Array]
-    ) -> None:
-        sends, receives = (
-            dict(zip(*pair, strict=True))
-            for pair in zip(name, (arrays, outs), strict=True)
-        )
-        for rank in (*sends, *receives):
-            if not 0 <= rank < self.size:
-                raise ValueError(
-                    f"expected replicas from 0 to {self.size - 1} as neighbors, found "
-                    f"{rank}; change it"
-                )
-        self._send(describe_call(what), sends, receives, (what, name, arrays))
+        self._repeated.call(self._send, what, name, arrays, outs)
 
     def _send(
-        self,
-        call: Call,
-        sends: Mapping[int, Array],
-        receives: Mapping[int, Array],
-        given: _Given,
-        *,
-        equal: bool = False,
+        self, what: str, name: Any, arrays: list[Array], outs: list[Array]
     ) -> None:
-        """Send arrays to other replicas; ``equal`` if the sizes may all be equal."""
-        arrays = *sends.values(), *receives.values()
-        for array in arrays:
+        """Send arrays to replicas; ``name`` has the receivers and senders, or "all"."""
+        me, size, every, text = self.rank, self.size, [*arrays, *outs], ""
+        to, source = (range(size), range(size)) if name == "all" else name
+        if name == "all":
+            if not len(arrays) == len(outs) == size:
+                raise ValueError(
+                    f"expected {size} parts to send and to receive, one for each "
+                    f"replica, found {len(arrays)} and {len(outs)}; pass as many"
+                )
+            text = f"{_common_dtype('parts', every)} to {size} replicas"
+        for rank in (*to, *source):
+            if not 0 <= rank < size:
+                raise ValueError(
+                    f"expected replicas from 0 to {size - 1} as neighbors, found "
+                    f"{rank}; change it"
+                )
+        for array in every:
             flat_view(array)
-        if self.collectives.channel is None:
-            text = _check_sent([(_sizes(sends), _sizes(receives), "")])
-            if text:
-                raise CollectiveError(text)
-            for rank, part in receives.items():
-                self.alone(sends[rank].copy(), part)
-            return
-        sizes = {array.nbytes for array in arrays}
-        me, size = self.rank, self.size
+        call = describe_call(what, text)
+        sends, receives = zip(to, arrays, strict=True), zip(source, outs, strict=True)
+        pairs = dict(sends), dict(receives)
 
         def table(rows: Any) -> Any:
             told = np.array(rows).reshape(size, size, 2, 2)
             if np.array_equal(told[:, :, 0], told[:, :, 1].swapaxes(0, 1)):
                 return tuple(map(tuple, told[:, :, 0, 0].tolist()))
-            own = _sizes(sends), _sizes(receives), call_site()
+            own = *map(_sizes, pairs), call_site()
             found = self.collectives.all_gather_object(own, call.text)
-            return CollectiveError(_check_sent(found))
+            return CollectiveError(_differences(found))
 
-        def plan(nbytes: Any) -> tuple[MoveBlocks, list[Any]]:
-            sources = {rank: i for i, rank in enumerate(sends)}
-            results = {rank: i for i, rank in enumerate(receives)}
+        def plan(nbytes: Any) -> tuple[MoveBlocks, Kinds]:
+            indices = ({rank: i for i, rank in enumerate(ranks)} for ranks in pairs)
             sent = np.broadcast_to(np.array(nbytes, np.int64), (size, size))
-            return sent_blocks(sent, me, sources, results), []
+            return sent_blocks(sent, me, *indices), []
 
         # If all sizes of this rank are equal, expect that those of all ranks are.
-        expected = sizes.pop() if equal and len(sizes) == 1 else None
-        outs = list(receives.values())
+        sizes = {array.nbytes for array in every}
+        expected = sizes.pop() if name == "all" and len(sizes) == 1 else None
         # The kernel's plan is for arrays of these shapes.
-        kinds = (*((array.shape, array.dtype) for array in arrays),)
-        key = tuple(sends), tuple(receives), kinds
-        integers = _integers(sends, receives, size)
+        key = tuple(to), tuple(source), *((a.shape, a.dtype) for a in every)
+        given, integers = (what, name, arrays), _integers(pairs, size)
         self._repeated.make(
-            Move(call, given[-1], outs, key, plan, given, integers, table, expected)
+            Move(call, arrays, outs, key, plan, given, integers, table, expected)
         )
 
     def _move(
@@ -268,20 +236,15 @@ class Moves:
         arrays: Sequence[Array],
         outs: Sequence[Array],
         blocks: MoveBlocks,
-        given: _Given,
+        given: tuple[str, Any, Any],
     ) -> None:
-        """Make a call whose header has all sizes, which are the same on all ranks."""
-        self._repeated.make_known(call, arrays, outs, (blocks, None), given)
+        """Make a call whose header has all sizes, which are the same on all ranks.
+
+        ``given`` are the arguments of the kernel's function that repeats the call.
+        """
+        self._repeated.make_known(call, arrays, outs, (blocks, []), given)
 
     # Checks of arguments.
-
-    def alone(self, own: Array | None = None, result: Array | None = None) -> bool:
-        """Return whether only one replica exists; if so, copy ``own`` to ``result``."""
-        if self.collectives.channel is not None:
-            return False
-        if own is not None and result is not None:
-            result[...] = own.reshape(result.shape)
-        return True
 
     def check_root(self, root: int) -> None:
         if not 0 <= root < self.size:
@@ -290,28 +253,21 @@ class Moves:
                 "change it"
             )
 
-    def check_parts(self, parts: Sequence[Array], own: Array, rank: int) -> None:
+    def check_parts(self, parts: Sequence[Array], own: Array) -> None:
+        """Raise ValueError unless ``own`` fits this replica's part of all parts."""
         if len(parts) != self.size:
             raise ValueError(
                 f"expected {self.size} parts, one for each replica, found "
                 f"{len(parts)}; pass as many"
             )
         _common_dtype("arrays", [*parts, own])
-        if parts[rank].size != own.size:
+        if parts[self.rank].size != own.size:
             raise ValueError(
-                f"expected {parts[rank].size} elements, as part {rank} has, found "
-                f"{own.size}; make the sizes equal"
+                f"expected {parts[self.rank].size} elements, as part {self.rank} has, "
+                f"found {own.size}; make the sizes equal"
             )
         for array in (*parts, own):
             flat_view(array)
-
-    def _check_equal(self, parts: Sequence[Array], own: Array, does: str) -> None:
-        self.check_parts(parts, own, self.rank)
-        if any(part.size != own.size for part in parts):
-            raise ValueError(
-                f"expected parts of {own.size} elements, as this replica {does}, found "
-                f"sizes {[part.size for part in parts]}; make them equal"
-            )
 
 
 def _common_dtype(what: str, arrays: Sequence[Array]) -> str:
@@ -329,15 +285,13 @@ def _sizes(parts: Mapping[int, Array]) -> tuple[tuple[int, int, str], ...]:
     return tuple((r, p.size, str(p.dtype)) for r, p in parts.items())
 
 
-def _integers(
-    sends: Mapping[int, Array], receives: Mapping[int, Array], size: int
-) -> list[int]:
+def _integers(pairs: tuple[Mapping[int, Array], ...], size: int) -> list[int]:
     """Return what this rank sends to each rank, and receives from it, as integers.
 
     For each rank these are bytes and dtype of both arrays; zeros for no elements.
     """
     found = np.zeros((size, 2, 2), np.int64)
-    for column, parts in enumerate((sends, receives)):
+    for column, parts in enumerate(pairs):
         for rank, part in parts.items():
             if part.size:
                 kind = zlib.crc32(str(part.dtype).encode())
@@ -345,8 +299,8 @@ def _integers(
     return found.reshape(-1).tolist()
 
 
-def _check_sent(rows: Sequence[Any]) -> str:
-    """Return a text on arrays that are not received as they are sent, or ""."""
+def _differences(rows: Sequence[Any]) -> str:
+    """Return a text on arrays that are not received as they are sent."""
     sent, wanted = dict[Any, Any](), dict[Any, Any]()
     sites = [f" ({row[2]})" if row[2] else "" for row in rows]
     for rank, (to, source, _) in enumerate(rows):
@@ -360,8 +314,6 @@ def _check_sent(rows: Sequence[Any]) -> str:
                 f"replica {a}{sites[a]} sends {_amount(gives)} to replica {b}"
                 f"{sites[b]}, which expects {_amount(takes)}"
             )
-    if not wrong:
-        return ""
     more = len(wrong) - _MOST_NAMED
     if more > 0:
         wrong[_MOST_NAMED:] = [f"and {more} more pairs differ"]

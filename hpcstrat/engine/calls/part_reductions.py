@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.engine.algorithms.blocks import sent_blocks
-from hpcstrat.engine.algorithms.kernel_call import (
-    KernelCall,
+from hpcstrat.engine.algorithms.move_plan import sent_in_header
+from hpcstrat.engine.algorithms.plan import (
+    KernelPlan,
     cached_piece_bytes,
     repeater,
+    without_memory,
 )
-from hpcstrat.engine.algorithms.move_plan import sent_in_header
 from hpcstrat.engine.algorithms.work import add_in_order, divide, slice_of
 from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings, is_half
 from hpcstrat.engine.calls.moves import Moves, describe_arrays, flat_view
@@ -47,7 +48,7 @@ class PartReductions:
         self._moves: Moves = collectives.moves
         self._size, self._rank = collectives.size, collectives.rank
         # The kernel's calls, by the description of the call and the arrays' shapes.
-        self._scatters: dict[Hashable, KernelCall] = {}
+        self._scatters: dict[Hashable, KernelPlan] = {}
         self._repeat = repeater(collectives.channel)
         # The calls by which ranks receive the values that they combine.
         self._terms = RepeatedMoves(collectives)
@@ -85,7 +86,7 @@ class PartReductions:
         """
         _check_function(function, array, what)
         self._moves.check_root(root)
-        if self._moves.alone():
+        if self._size == 1:
             return
         parts = self._cut(array)
         own, text = np.empty_like(parts[self._rank]), f"{what}(root={root})"
@@ -132,27 +133,23 @@ class PartReductions:
         if self._repeat(*given, True) is not None:
             return
         _check_function(function, result, what)
-        self._moves.check_parts(parts, result, self._rank)
+        self._moves.check_parts(parts, result)
         flat, flats = flat_view(result), [flat_view(part) for part in parts]
         call = describe_arrays(what, parts[0], flats)
         seconds = self.collectives.timeout_seconds
         if self.collectives.channel is not None:
             self.collectives.channel.failures.refuse(call)
-        kernel_call = self._kernel_scatter(function, parts, result, call, divisor)
-        if kernel_call is not None:
-            kernel_call.keep(self._repeat, what, (name,), True, seconds)
-            if kernel_call.repeat(parts, [result], seconds) is not None:
-                return
+        plan = self._kernel_scatter(function, parts, result, call, divisor)
+        if plan is not None:
+            plan.keep(self._repeat, what, (name,), True, seconds)
+            plan.move(parts, [result], seconds)
+            return
         if any(
             np.may_share_memory(flat, part)
             for rank, part in enumerate(flats)
             if rank != self._rank or part.ctypes.data != flat.ctypes.data
         ):
-            parts = [part.copy() for part in parts]
-        if kernel_call is not None:
-            kernel_call.run(parts, [result], seconds)
-            return
-        flats = [flat_view(part) for part in parts]
+            flats = [part.copy() for part in flats]
         self._scatter(function, flats, flat, call, divisor)
 
     def _kernel_scatter(
@@ -162,7 +159,7 @@ class PartReductions:
         result: Array,
         call: Call,
         divisor: int,
-    ) -> KernelCall | None:
+    ) -> KernelPlan | None:
         """Return the call of a reduce-scatter by the kernel; None if it cannot make it.
 
         Its sums have the same bits as those of `reduce_scatter`.
@@ -187,14 +184,18 @@ class PartReductions:
                 if sent is None or not equal or nbytes * self._size > sent.place_bytes:
                     return None
                 piece_bytes = sent.place_bytes
-            likes = [np.broadcast_to(np.empty((), a.dtype), a.shape) for a in parts]
-            like = np.broadcast_to(np.empty((), result.dtype), result.shape)
+            likes = without_memory([(a.shape, a.dtype) for a in parts])
+            kinds = [(result.shape, result.dtype)]
             columns = piece_bytes // (result.itemsize * self._size)
             how = columns, divisor, call, call.digest
-            one = load().scatter(channel.kernel, codes[0], likes, [like], *how)
+            one = load().scatter(
+                channel.kernel, codes[0], likes, without_memory(kinds), *how
+            )
             if len(self._scatters) >= _MOST_KEPT:
                 self._scatters.clear()
-            found = self._scatters[key] = KernelCall(channel, call, one, sent)
+            found = KernelPlan(call, kinds, channel, None, one=one, carried=sent)
+            found.own = self._rank, 0
+            self._scatters[key] = found
         return found
 
     def _scatter(
@@ -209,8 +210,8 @@ class PartReductions:
 
         Half-precision numbers are added and multiplied in float32.
         """
-        own = self._rank
-        if self._moves.alone(parts[own], result):
+        if self._size == 1:
+            result[...] = parts[0]
             return
         longest, itemsize = max(part.size for part in parts), result.itemsize
         columns = max(1, _MOST_RECEIVED_BYTES // (self._size * itemsize))
@@ -233,7 +234,7 @@ class PartReductions:
             every = {rank: rank for rank in range(self._size)}
             table = np.broadcast_to(sizes, (self._size, self._size))
             blocks = sent_blocks(table, self._rank, every, every)
-            self._terms.make_known(call, parts, rows, (blocks, None), given)
+            self._terms.make_known(call, parts, rows, (blocks, []), given)
 
 
 def _combine(

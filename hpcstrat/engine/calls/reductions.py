@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from hpcstrat.engine.algorithms.kernel_call import repeater
 from hpcstrat.engine.algorithms.mapped_memory import MappedMemory
-from hpcstrat.engine.algorithms.plan import Plan
+from hpcstrat.engine.algorithms.plan import KernelPlan, Plan, is_plain, repeater
+from hpcstrat.engine.algorithms.reduction_plans import CopyPlan, plan_reduction
 from hpcstrat.engine.arrays.casting import without_fp_warnings
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import array_module, is_device, to_reducible
@@ -25,7 +26,6 @@ from hpcstrat.engine.calls.reduction_arrays import (
     require_fitting,
     require_sum_of_rows,
 )
-from hpcstrat.engine.calls.reduction_plan import marked, plan_reduction
 from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.channel.pending_calls import PendingCall
 from hpcstrat.engine.options import CommunicationOptions, ReduceOp
@@ -197,9 +197,9 @@ class Reductions:
         *,
         in_pass: bool,
     ) -> PendingCall:
-        planned = self._plan_for(request, arrays, options)
-        results = self._results(planned, arrays, outs)
-        if not planned.starts:
+        plan: Any = self._plan_for(request, arrays, options)
+        results = self._results(plan, arrays, outs)
+        if not plan.starts:
             raise ValueError(
                 "expected an algorithm that can be started and awaited later, found "
                 f"{self._ops.describe()}; use all_reduce, or another cross_device_ops"
@@ -208,12 +208,12 @@ class Reductions:
             arrays = copied_where_overwritten(arrays, outs)
         tree = unflatten(request[2], results) if out is None else out
         join = None
-        if planned.choice is not None and arrays and is_device(arrays[0]):
-            planned, arrays, join = marked(planned, arrays, results)
+        if not isinstance(plan, CopyPlan) and is_device(arrays[0]):
+            plan, arrays, join = _marked(plan, arrays, results)
         return PendingCall(
             self.collectives.channel,
-            planned.call,
-            planned.steps(arrays, results),
+            plan.call,
+            plan.steps(arrays, results),
             tree,
             options.timeout_seconds,
             join=join,
@@ -230,27 +230,25 @@ class Reductions:
         kinds = [(array.dtype, array.shape) for array in arrays]
         # The key has everything that a plan depends on and that differs between calls.
         key = request, None if options is self._options else options, on_gpu, *kinds
-        planned = self._plans.get(key)
-        if planned is None:
-            group = self._group(request[1], options) if on_gpu else None
-            plan: Any = self._plan
+        plan = self._plans.get(key)
+        if plan is None:
+            op, what, structure = request
+            make: Any = self._plan
+            group = self._group(what, options) if on_gpu else None
             if group is not None:
                 # `_group` may have made calls: report later errors in a new entry.
-                plan = functools.partial(self.collectives.call, request[1], plan)
-            planned = self._plans[key] = plan(request, arrays, options, group)
-            structure = request[2]
+                make = functools.partial(self.collectives.call, what, make)
+            plan = self._plans[key] = make(request, arrays, options, group)
             plain = structure is None or structure == list_structure(len(arrays))
-            kernel_call = planned.kernel_call
-            if kernel_call is not None and plain and options is self._options:
-                op, what, structure = request
+            if isinstance(plan, KernelPlan) and plain and options is self._options:
                 # All forms in which callers pass the operation.
                 names = sys.intern(op.name.lower()), op, op.name
                 how = structure is not None, options.timeout_seconds
-                kernel_call.keep(self.repeat, what, names, *how)
-        return planned
+                plan.keep(self.repeat, what, names, *how)
+        return plan
 
     def _results(
-        self, planned: Plan, arrays: list[Array], outs: list[Array] | None
+        self, plan: Plan, arrays: list[Array], outs: list[Array] | None
     ) -> list[Array]:
         """Return arrays for the results of a call, new arrays if there are no ``outs``.
 
@@ -259,14 +257,14 @@ class Reductions:
         """
         on_gpu = bool(arrays) and is_device(arrays[0])
         if outs is not None:
-            require_fitting(outs, planned.results, on_gpu)
+            require_fitting(outs, plan.results, on_gpu)
             return outs
         if not on_gpu:
-            return self._recycler.arrays(planned.results)
+            return plan.allocate(plan.results)
         if self.collectives.channel is not None:
             self.collectives.channel.forget_done()
         module = array_module(arrays[0])
-        return self._device_recycler.arrays(planned.call, planned.results, module)
+        return self._device_recycler.arrays(plan.call, plan.results, module)
 
     def _reduce_by_memory(
         self,
@@ -297,16 +295,15 @@ class Reductions:
         options: CommunicationOptions,
         outs: list[Array] | None,
     ) -> list[Array]:
-        planned = self._plan_for(request, arrays, options)
-        if planned.kernel_call is not None:
-            given = arrays, outs, options.timeout_seconds
-            if (found := planned.kernel_call.repeat(*given)) is not None:
-                return cast("list[Array]", found)
-        results = self._results(planned, arrays, outs)
-        if outs is not None:
-            arrays = copied_where_overwritten(arrays, outs)
-        planned.run(arrays, results, options.timeout_seconds)
-        return results
+        seconds = options.timeout_seconds
+        plan = self._plan_for(request, arrays, options)
+        found: list[Array] | None = plan.repeat(arrays, outs, seconds)
+        if found is None:
+            found = self._results(plan, arrays, outs)
+            if outs is not None:
+                arrays = copied_where_overwritten(arrays, outs)
+            plan.run(arrays, found, seconds)
+        return found
 
     def _group(self, what: str, options: CommunicationOptions) -> DeviceGroup | None:
         from hpcstrat.engine.gpu.transports.device_group import device_group
@@ -331,8 +328,16 @@ class Reductions:
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
         channel = self.collectives.channel
-        how: Any = {"recycler": self._recycler, "areas": self._areas, "group": group}
-        return plan_reduction(request, arrays, options, channel, self._ops, **how)
+        return plan_reduction(
+            request,
+            arrays,
+            options,
+            channel,
+            self._ops,
+            allocate=self._recycler.arrays,
+            group=group,
+            areas=self._areas,
+        )
 
     @without_fp_warnings
     def _reduce_rows(self, op: ReduceOp, rows: IndexedSlices, what: str) -> Any:
@@ -342,3 +347,25 @@ class Reductions:
         if op is ReduceOp.MEAN:
             values = values / self.collectives.size
         return IndexedSlices(values, indices, rows.dense_shape)
+
+
+def _marked(
+    plan: Any, arrays: list[Array], results: list[Array]
+) -> tuple[Plan, list[Array], Callable[[], None]]:
+    """Order a started call on GPUs after the work in this thread's current stream.
+
+    Other threads, which have other current streams, may advance the call. Returns a
+    plan for this call alone, the arrays (copied if they are not contiguous), and a
+    function that makes the caller's current stream wait for the results. Raises
+    ValueError if a result is not contiguous.
+    """
+    from hpcstrat.engine.gpu.streams import Mark
+
+    if not all(is_plain(result) for result in results):
+        raise ValueError(
+            "expected contiguous arrays as out of a reduction that is started on a "
+            "GPU, found others; make them with cupy.empty"
+        )
+    arrays = [array if is_plain(array) else array.copy("C") for array in arrays]
+    begin, end = Mark().record(), Mark()
+    return plan.with_options(begin=begin, end=end), arrays, end.join

@@ -16,8 +16,8 @@ from typing import Any, cast
 import numpy as np
 
 from hpcstrat.engine.algorithms.blocks import MoveBlocks, gathered_blocks
-from hpcstrat.engine.algorithms.kernel_call import repeater
-from hpcstrat.engine.algorithms.move_plan import MovePlan
+from hpcstrat.engine.algorithms.move_plan import plan_move
+from hpcstrat.engine.algorithms.plan import KernelPlan, Kinds, Plan, repeater
 from hpcstrat.engine.arrays.recycling import Recycler
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.entries import enter
@@ -43,9 +43,8 @@ class Move:
     outs: Sequence[Array] | None
     # The lengths and shapes of this rank's arrays, by which it finds an earlier plan.
     own: Hashable
-    # Returns the blocks for the lengths of all ranks, and the shapes and dtypes of new
-    # results.
-    plan: Callable[[Any], tuple[MoveBlocks, Any]]
+    # Returns the blocks for the lengths of all ranks, and the kinds of new results.
+    plan: Callable[[Any], tuple[MoveBlocks, Kinds]]
     # The arguments by which the kernel finds the call when it repeats it: the names of
     # the call and of the operation, and the value that the program has passed. None if
     # the kernel is not to repeat it.
@@ -66,17 +65,17 @@ class _Kind:
 
     def __init__(self) -> None:
         # The plans of calls by this rank's own lengths, and by those of all ranks.
-        self.plans: dict[Hashable, MovePlan] = {}
-        self.plans_of_all: dict[Hashable, MovePlan] = {}
+        self.plans: dict[Hashable, Plan] = {}
+        self.plans_of_all: dict[Hashable, Plan] = {}
         # The plan of the exchange of lengths.
-        self.exchange: MovePlan | None = None
+        self.exchange: Plan | None = None
         # True until the ranks have first found that their lengths differ.
         self.is_new = True
         # Number of changes of the lengths, and of the next calls that exchange them.
         self._changes = self._exchanges = 0
         self._next_exchanges = _FEWEST_EXCHANGES
 
-    def plan(self, own: Hashable) -> MovePlan | None:
+    def plan(self, own: Hashable) -> Plan | None:
         """Return the plan for this rank's lengths, unless they change often."""
         return None if self._exchanges else self.plans.get(own)
 
@@ -95,7 +94,7 @@ class _Kind:
         self._exchanges = max(0, self._exchanges - 1)
         return not self._exchanges
 
-    def keep(self, own: Hashable, plan: MovePlan) -> None:
+    def keep(self, own: Hashable, plan: Plan) -> None:
         """Keep a plan for this rank's lengths."""
         if len(self.plans) >= _MOST_LENGTHS:
             self.plans.clear()
@@ -181,21 +180,15 @@ class RepeatedMoves:
         call: Call,
         arrays: Sequence[Array],
         outs: Sequence[Array] | None,
-        planned: tuple[MoveBlocks, Any],
+        planned: tuple[MoveBlocks, Kinds],
         given: tuple[str, Any, Any] | None = None,
     ) -> Sequence[Array]:
         """Make a call whose header has all sizes, which are the same on all ranks.
 
-        ``planned`` has its blocks, and the shapes and dtypes of new results. See `make`
-        and `Move`.
+        ``planned`` has its blocks, and the kinds of new results. See `make` and `Move`.
         """
-
-        def plan(_: Any) -> tuple[MoveBlocks, Any]:
-            return planned
-
-        shapes = [(a.shape, a.dtype) for a in (*arrays, *(outs or ()))]
-        own = outs is None, len(arrays), *shapes
-        return self.make(Move(call, arrays, outs, own, plan, given))
+        own = outs is None, len(arrays), *_kinds([*arrays, *(outs or ())])
+        return self.make(Move(call, arrays, outs, own, lambda _: planned, given))
 
     def make(self, move: Move) -> Sequence[Array]:
         """Make a call by a plan, which is made at the first call of its kind.
@@ -204,14 +197,15 @@ class RepeatedMoves:
         `hpcstrat.engine.channel.entries`.
         """
         channel: Any = self._collectives.channel
-        channel.failures.refuse(move.call)
+        if channel is not None:
+            channel.failures.refuse(move.call)
         kind = self._kind(move.call)
         while True:
             plan = kind.plan(move.own)
             expected = move.equal if kind.is_new else None
             try:
                 if plan is not None:
-                    return plan.run(move.arrays, move.outs, self._seconds)
+                    return self._run(plan, move)
                 if move.integers is None or expected is not None:
                     return self._first(kind, move, expected, True)
                 lengths = self._exchange(kind, move)
@@ -220,7 +214,8 @@ class RepeatedMoves:
                 kind.change()
         if isinstance(lengths, Exception):
             # All ranks raise this error.
-            channel.failures.told_at = channel.num_calls
+            if channel is not None:
+                channel.failures.told_at = channel.num_calls
             raise lengths
         # A second header reports an error on one rank, such as a lack of memory.
         given = move.call.text, self._first, kind, move, lengths, kind.learn()
@@ -232,20 +227,20 @@ class RepeatedMoves:
         Raises LengthsDifferError if other ranks expect lengths, and do not exchange
         them.
         """
-        assert move.integers is not None
-        own = np.array(move.integers, np.int64)
+        own, size = np.array(move.integers, np.int64), self._collectives.size
         if kind.exchange is None:
-            rank, size = self._collectives.rank, self._collectives.size
-            blocks = gathered_blocks(((own.size,),) * size, (8,), (1,), rank)
-            kinds = [(own.shape, own.dtype)], [((size * own.size,), own.dtype)]
+            blocks = gathered_blocks(
+                ((own.size,),) * size, (8,), (1,), self._collectives.rank
+            )
+            planned = blocks, [((size * own.size,), own.dtype)]
             call = move.call.with_lengths("an exchange of lengths")
-            kind.exchange = self._new_plan(call, blocks, kinds)
-        [found] = kind.exchange.run([own], None, self._seconds)
-        by_rank = found.reshape(self._collectives.size, own.size)
-        rows = tuple(map(tuple, by_rank.tolist()))
+            exchange = Move(call, [own], None, None, lambda _: planned, None)
+            kind.exchange = self._planned(kind, exchange, None, False)
+        [found] = kind.exchange.move([own], None, self._collectives.timeout_seconds)
+        rows = tuple(map(tuple, found.reshape(size, own.size).tolist()))
         return rows if move.read_lengths is None else move.read_lengths(rows)
 
-    def plan(self, move: Move) -> MovePlan:
+    def plan(self, move: Move) -> Plan:
         """Return the plan of a call whose header compares all lengths."""
         kind = self._kind(move.call)
         return kind.plan(move.own) or self._planned(kind, move, None, True)
@@ -265,28 +260,28 @@ class RepeatedMoves:
             if len(kept) >= _MOST_LENGTHS:
                 kept.clear()
             kept[move.own, lengths] = plan
-        return plan.run(move.arrays, move.outs, self._seconds)
+        return self._run(plan, move)
 
-    @property
-    def _seconds(self) -> Any:
-        return self._collectives.timeout_seconds
+    def _run(self, plan: Plan, move: Move) -> Sequence[Array]:
+        return plan.move(move.arrays, move.outs, self._collectives.timeout_seconds)
 
-    def _planned(self, kind: _Kind, move: Move, lengths: Any, keeps: bool) -> MovePlan:
+    def _planned(self, kind: _Kind, move: Move, lengths: Any, keeps: bool) -> Plan:
         """Make a plan for the lengths of all ranks; keep it, if ``keeps`` is true."""
+        calls = self._collectives
         blocks, results = move.plan(lengths)
         if move.outs is not None:
-            results = [(out.shape, out.dtype) for out in move.outs]
-        sources = [(array.shape, array.dtype) for array in move.arrays]
+            results = _kinds(move.outs)
         call = move.call if lengths is None else move.call.with_lengths(lengths)
-        plan = self._new_plan(call, blocks, (sources, results))
+        kinds = _kinds(move.arrays), results
+        plan = plan_move(call, blocks, kinds, calls.channel, self._recycler.arrays)
         if keeps:
             kind.keep(move.own, plan)
             what, name, value = move.given or ("", None, None)
-            if plan.kernel_call is not None and type(value) in (list, np.ndarray):
-                given = what, (name,), type(value) is list, self._seconds
-                plan.kernel_call.keep(self.repeat_in_kernel, *given)
+            if isinstance(plan, KernelPlan) and type(value) in (list, np.ndarray):
+                given = what, (name,), type(value) is list, calls.timeout_seconds
+                plan.keep(self.repeat_in_kernel, *given)
         return plan
 
-    def _new_plan(self, call: Call, blocks: MoveBlocks, kinds: Any) -> MovePlan:
-        channel, allocate = self._collectives.channel, self._recycler.arrays
-        return MovePlan(call, blocks, kinds, channel, allocate)
+
+def _kinds(arrays: Sequence[Array]) -> Kinds:
+    return [(array.shape, array.dtype) for array in arrays]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hpcstrat.engine.algorithms.reduction_plans import result_dtype
 from hpcstrat.engine.algorithms.work import divide, drain, fill
 from hpcstrat.engine.arrays.casting import rounded, without_fp_warnings
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
@@ -22,7 +23,6 @@ from hpcstrat.engine.calls.reduction_arrays import (
     require_fitting,
     require_sum_of_rows,
 )
-from hpcstrat.engine.calls.reduction_plan import result_dtype
 from hpcstrat.engine.calls.replica_collectives import Collectives
 from hpcstrat.engine.channel.call import describe_call, signature_text
 from hpcstrat.engine.logical.tree_order import TreeOrder

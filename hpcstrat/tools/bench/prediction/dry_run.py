@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from hpcstrat.engine.algorithms.plan import fits_header, header_bytes
+from hpcstrat.engine.algorithms.header_sum import fits_header, header_bytes
 from hpcstrat.engine.algorithms.work import Work
 from hpcstrat.engine.arrays.packing import Piece, Run, cut, wire_dtype
 from hpcstrat.engine.calls.cross_device_ops import CrossDeviceOps

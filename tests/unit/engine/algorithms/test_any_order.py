@@ -19,9 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcstrat as hs
-from hpcstrat.engine.algorithms.exchanged import reduce_by_mpi
-from hpcstrat.engine.algorithms.plan import IN_HEADER, HeaderSum, Request, header_bytes
-from hpcstrat.engine.algorithms.work import Choice
+from hpcstrat.engine.algorithms.header_sum import HeaderSum, header_bytes
+from hpcstrat.engine.algorithms.work import IN_HEADER, Work
 from hpcstrat.engine.arrays.packing import cut, wire_dtype
 from hpcstrat.engine.calls.replica_collectives import Collectives
 from hpcstrat.engine.channel.call import describe_call
@@ -264,10 +263,8 @@ def header_of(channel: Channel, size: int) -> Any:
     kind = np.dtype(np.float32), (size,)
     [piece] = cut([kind], False, 1 << 20)
     own = [np.ones(size, np.float32)]
-    call = describe_call("a sum")
-    request = Request(call, (kind,), ((kind[1], kind[0]),), 0, lambda _: own)
-    choice = Choice(reduce_by_mpi, 1 << 20)
-    steps = HeaderSum(request, choice, channel, piece).steps(own, own)
+    work = Work(describe_call("a sum"), [piece], own, own, 1 << 20)
+    steps = HeaderSum(piece, channel, 0, np.add)(work, channel)
     header: Any = next(steps)
     return header.carried
 

@@ -9,13 +9,13 @@ from click.testing import CliRunner
 
 from hpcstrat.cli.main import main
 from hpcstrat.engine.algorithms.exchanged import FEW_EXCHANGING
-from hpcstrat.engine.algorithms.plan import IN_HEADER
 from hpcstrat.engine.algorithms.select import (
     MOST_DIRECT_RANKS,
     imagined,
     schedule,
     select,
 )
+from hpcstrat.engine.algorithms.work import IN_HEADER
 from hpcstrat.engine.channel.wire_headers import room_bytes
 from hpcstrat.engine.options import CommunicationOptions
 

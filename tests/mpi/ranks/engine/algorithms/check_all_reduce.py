@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcstrat as hs
-from hpcstrat.engine.algorithms import plan, select, shared_memory
+from hpcstrat.engine.algorithms import reduction_plans, select, shared_memory
 from hpcstrat.engine.calls.replica_collectives import Collectives
 from hpcstrat.engine.channel import headers
 from hpcstrat.engine.topology import segment
@@ -396,7 +396,7 @@ def test_a_start_that_one_rank_cannot_make_ready_is_an_error_on_all(
         with monkeypatch.context() as patch:
             if job.rank == faulty:
                 patch.setattr(shared_memory, "_lay_out", no_memory)
-                patch.setattr(plan, "load", no_memory)
+                patch.setattr(reduction_plans, "load", no_memory)
             error = outcome(reduce)
         if job.size > 1 and strategy.topology.num_workers == 1:
             assert_only_one_failed(error, MemoryError, faulty, job)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcstrat.engine.algorithms.kernel_call import repeat_nothing
-from hpcstrat.engine.algorithms.plan import HeaderSum
+from hpcstrat.engine.algorithms.header_sum import HeaderSum
+from hpcstrat.engine.algorithms.plan import repeat_nothing
 from tests.mpi.ranks.promised import (
     FLOATS,
     assert_promised,
@@ -33,13 +33,13 @@ def test_sums_are_in_the_order_of_ranks_and_then_of_workers(
     monkeypatch.setattr(reductions, "_plans", {})
     for caller in (reductions, strategy.collectives):
         monkeypatch.setattr(caller, "repeat", repeat_nothing)
-    real = HeaderSum.steps
+    real = HeaderSum.__call__
 
     def noting(self: Any, *args: Any, **named: Any) -> Any:
         calls.append(self)
         return real(self, *args, **named)
 
-    monkeypatch.setattr(HeaderSum, "steps", noting)
+    monkeypatch.setattr(HeaderSum, "__call__", noting)
     workers = workers_of(strategy, job)
     for length in (1, 7, 100):
         # One array of each type, and all of them in one call.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcstrat.engine.algorithms import plan
+from hpcstrat.engine.algorithms import reduction_plans
 from tests.mpi.ranks.effort import seeds
 from tests.mpi.ranks.outcomes import assert_only_one_failed, assert_usable, outcome
 from tests.mpi.ranks.promised import assert_random_calls
@@ -31,7 +31,7 @@ def test_random_calls_have_the_promised_bits(
 def test_results_without_memory_are_an_error_on_all(
     make_strategy: Any, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faulty, module = job.size - 1, plan.load()
+    faulty, module = job.size - 1, reduction_plans.load()
 
     class NoMemory:
         """A kernel whose first sum finds no memory for its results."""
@@ -50,7 +50,7 @@ def test_results_without_memory_are_an_error_on_all(
 
     if job.rank == faulty:
         failing = SimpleNamespace(Sum=lambda *args: NoMemory(module.Sum(*args)))
-        monkeypatch.setattr(plan, "load", lambda: failing)
+        monkeypatch.setattr(reduction_plans, "load", lambda: failing)
     with make_strategy(comm=job) as strategy:
         channel = strategy.collectives.channel
         if channel is None or strategy.topology.num_workers > 1:

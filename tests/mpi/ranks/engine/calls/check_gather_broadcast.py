@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.engine.algorithms.move_plan import MovePlan
+from hpcstrat.engine.arrays.recycling import Recycler
 from tests.mpi.ranks.outcomes import (
     assert_only_one_failed,
     assert_same_bits,
@@ -239,7 +239,7 @@ def test_gather_for_which_one_rank_has_no_memory(
 
     with monkeypatch.context() as patch:
         if job.rank == faulty:
-            patch.setattr(MovePlan, "new_results", no_memory)
+            patch.setattr(Recycler, "arrays", no_memory)
         # Smaller results are allocated by the kernel.
         rows = np.ones((100_000 + more * job.rank, 3))
         error = outcome(strategy.gather, rows, 0)
