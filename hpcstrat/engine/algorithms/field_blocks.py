@@ -12,7 +12,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpcstrat.engine.algorithms.blocks import Block, MoveBlocks
@@ -24,6 +23,7 @@ __all__ = [
     "Shapes",
     "halo_adjoint_blocks",
     "halo_blocks",
+    "longer",
     "part",
     "transpose_blocks",
 ]
@@ -56,8 +56,7 @@ class Addition(NamedTuple):
     values: tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class _BlockTransfer:
+class _BlockTransfer(NamedTuple):
     """Values that a rank sends to another rank, or copies itself.
 
     The offsets of both blocks in a stream are not set yet.
@@ -92,8 +91,8 @@ def halo_blocks(
     for line, i in itertools.product(lines, range(len(itemsizes))):
         lengths = [shapes[rank][i][axis] for rank in line]
         for position, rank in enumerate(line):
-            own = _in_bytes(shapes[rank][i], itemsizes[i])
-            whole = _with(own, axis, own[axis] + halo.before + halo.after)
+            own = *shapes[rank][i], itemsizes[i]
+            whole = longer(own, axis, halo.before + halo.after)
             sent = _rows(rank, i, own, axis, range(own[axis]))
             rows = range(halo.before, halo.before + own[axis])
             taken = _rows(rank, i, whole, axis, rows)
@@ -104,7 +103,7 @@ def halo_blocks(
                 if run.owner < 0:
                     zeros += [taken] * (rank == me and taken.nbytes > 0)
                     continue
-                shape = _in_bytes(shapes[source][i], itemsizes[i])
+                shape = *shapes[source][i], itemsizes[i]
                 sent = _rows(source, i, shape, axis, run.rows)
                 transfers.append(_BlockTransfer(source, rank, sent, taken))
     return _blocks(transfers, zeros, len(shapes), me)
@@ -127,10 +126,10 @@ def halo_adjoint_blocks(
         lengths = [shapes[rank][i][axis] - pads for rank in line]
         runs = list[tuple[int, int, int, _BlockRun]]()
         for position, rank in enumerate(line):
-            whole, length = _in_bytes(shapes[rank][i], size), lengths[position]
+            whole, length = (*shapes[rank][i], size), lengths[position]
             rows = range(halo.before, halo.before + length)
             sent = _rows(rank, i, whole, axis, rows)
-            own = _with(whole, axis, length)
+            own = longer(whole, axis, -pads)
             taken = _rows(rank, 2 * i, own, axis, range(length))
             transfers.append(_BlockTransfer(rank, rank, sent, taken))
             runs += [
@@ -141,7 +140,7 @@ def halo_adjoint_blocks(
         filled = Counter[int]()
         for _, position, _, run in sorted(runs, key=lambda r: r[:3]):
             rank, owner = line[position], line[run.owner]
-            shape = _in_bytes(shapes[rank][i], size)
+            shape = *shapes[rank][i], size
             sent = _rows(rank, i, shape, axis, run.padded)
             first = filled[owner]
             filled[owner] += sent.nbytes
@@ -173,10 +172,11 @@ def transpose_blocks(
         lengths = [shapes[rank][i][split] for rank in line]
         starts = [0, *itertools.accumulate(lengths)]
         for (p, source), (q, target) in itertools.product(enumerate(line), repeat=2):
-            shape = _in_bytes(shapes[source][i], itemsizes[i])
+            shape = *shapes[source][i], itemsizes[i]
             rows = part(shape[whole], q, len(line))
             sent = _rows(source, i, shape, whole, rows)
-            result = _with(_with(shape, whole, len(rows)), split, starts[-1])
+            result = longer(shape, whole, len(rows) - shape[whole])
+            result = longer(result, split, starts[-1] - shape[split])
             taken = _rows(source, i, result, split, range(*starts[p : p + 2]))
             transfers.append(_BlockTransfer(source, target, sent, taken))
     return _blocks(transfers, [], len(shapes), me)
@@ -213,14 +213,9 @@ def _runs(
         low, at = end, at + end - low
 
 
-def _in_bytes(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Return the shape of an array's bytes."""
-    return *shape, itemsize
-
-
-def _with(shape: tuple[int, ...], axis: int, length: int) -> tuple[int, ...]:
-    """Return a shape with another length along an axis."""
-    return (*shape[:axis], length, *shape[axis + 1 :])
+def longer(shape: tuple[int, ...], axis: int, more: int) -> tuple[int, ...]:
+    """Return the shape of an array that is longer along an axis."""
+    return (*shape[:axis], shape[axis] + more, *shape[axis + 1 :])
 
 
 def _rows(

@@ -8,26 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.algorithms.field_blocks import Halo, Lines, Shapes, part
+from hpcstrat.engine.algorithms.field_blocks import Halo, Lines, Shapes, longer, part
 from hpcstrat.engine.arrays.kinds import as_array, is_device
 from hpcstrat.engine.tree import flatten
 from hpcstrat.engine.typing import Array, Tree
 from hpcstrat.errors import CollectiveError
 
 __all__ = [
-    "ResultKinds",
     "check_axes",
     "checked_fields",
     "checked_halo",
     "halo_problem",
     "is_int",
-    "longer",
     "plain_name",
     "transpose_problem",
 ]
-
-# Shapes and dtypes of new results.
-ResultKinds = list[tuple[tuple[int, ...], np.dtype[Any]]]
 
 
 def plain_name(axis: Any, width: Any, periodic: Any, lines: Lines) -> Any:
@@ -84,10 +79,6 @@ def check_axes(arrays: Sequence[Array], what: str, *axes: Any) -> None:
                 f"expected 0 <= axis < {array.ndim}, the dimensions of the array for "
                 f"{what}, found axis {axis}; change it"
             )
-
-
-def longer(shape: tuple[int, ...], axis: int, more: int) -> tuple[int, ...]:
-    return (*shape[:axis], shape[axis] + more, *shape[axis + 1 :])
 
 
 def _line_problem(shapes: Shapes, axis: int, line: Sequence[int]) -> Exception | None:

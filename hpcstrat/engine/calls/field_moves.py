@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,26 +23,26 @@ from hpcstrat.engine.algorithms.field_blocks import (
     Shapes,
     halo_adjoint_blocks,
     halo_blocks,
+    longer,
     part,
     transpose_blocks,
 )
+from hpcstrat.engine.algorithms.plan import Kinds
 from hpcstrat.engine.arrays.casting import is_half
 from hpcstrat.engine.arrays.kinds import array_module, as_array, to_reducible
 from hpcstrat.engine.calls.field_checks import (
-    ResultKinds,
     check_axes,
     checked_fields,
     checked_halo,
     halo_problem,
     is_int,
-    longer,
     plain_name,
     transpose_problem,
 )
 from hpcstrat.engine.calls.reduction_arrays import require_fitting
 from hpcstrat.engine.calls.repeated_moves import Move, RepeatedMoves
-from hpcstrat.engine.channel.call import describe_call
-from hpcstrat.engine.channel.entries import collective, enter
+from hpcstrat.engine.channel.call import Call, describe_call
+from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.tree import unflatten
 from hpcstrat.engine.typing import Array, Tree
@@ -50,10 +51,6 @@ __all__ = ["FieldMoves", "grid_lines"]
 
 # Limit of the adjoints whose additions are kept.
 _MOST_ADDITIONS = 1024
-# Returns the blocks for the shapes of all ranks' arrays, and the new results.
-_Plan = Callable[[Shapes], tuple[MoveBlocks, ResultKinds]]
-# Returns an error if the shapes of a line's arrays do not fit.
-_Check = Callable[[Shapes, Sequence[int]], Exception | None]
 Width = int | tuple[int, int]
 
 
@@ -90,9 +87,7 @@ class FieldMoves:
         self.size: int = collectives.size
         self.rank: int = collectives.rank
         self._line: Lines = (tuple(range(self.size)),)
-        self._halos, self._adjoints, self._transposes = (
-            RepeatedMoves(collectives) for _ in range(3)
-        )
+        self._moves = RepeatedMoves(collectives)
         # How an adjoint adds the values of pads, by its arguments, and by the shapes
         # and dtypes of its arrays: for the last plan that was made for these. Each
         # addition has an array, the index of rows of its sum, and a slice of values.
@@ -100,8 +95,7 @@ class FieldMoves:
 
     def close(self) -> None:
         """Forget the plans, which hold shared memory."""
-        for moves in (self._halos, self._adjoints, self._transposes):
-            moves.close()
+        self._moves.close()
         self._additions.clear()
 
     def halo(
@@ -125,22 +119,19 @@ class FieldMoves:
         a single array.
         """
         lines, outs = lines or self._line, None if out is None else [out]
-        name, about = plain_name(axis, width, periodic, lines), (axis, width, periodic)
-        call = self._halo, what, name, tree, outs
-        found = self._halos.call(*call, about, lines)
+        about = axis, width, periodic
+        call = self._halo, what, plain_name(*about, lines), tree, outs
+        found = self._moves.call(*call, about, lines)
         return found if out is None else out
 
     def _halo(self, what: str, _: Any, *given: Any) -> Tree:
         tree, outs, about, lines = given
         halo = checked_halo(*about)
         arrays, structure = checked_fields(tree, what, halo.axis)
-        sizes = [array.itemsize for array in arrays]
-        added = halo.before + halo.after
-        results = [
-            (longer(array.shape, halo.axis, added), array.dtype) for array in arrays
-        ]
+        sizes, added = [a.itemsize for a in arrays], halo.before + halo.after
+        results = [(longer(a.shape, halo.axis, added), a.dtype) for a in arrays]
 
-        def plan(shapes: Shapes) -> tuple[MoveBlocks, ResultKinds]:
+        def plan(shapes: Shapes) -> tuple[MoveBlocks, Kinds]:
             return halo_blocks(shapes, sizes, halo, lines, self.rank), results
 
         if outs is not None and len(arrays) > 1:
@@ -151,9 +142,10 @@ class FieldMoves:
         if outs is not None:
             require_fitting(outs, results, False)
         check = functools.partial(halo_problem, halo=halo, pads=0)
-        repeated = self._halos, (what, (*halo, lines), tree), outs
-        fields, text = (arrays, structure, lines), _halo_text(what, halo)
-        return unflatten(structure, self._move(text, fields, plan, check, repeated))
+        call = self._call(_halo_text(what, halo), arrays, structure, lines)
+        kernel = what, (*halo, lines), tree
+        move = self._move(call, arrays, lines, kernel, plan=plan, check=check)
+        return unflatten(structure, list(self._moves.make(replace(move, outs=outs))))
 
     def halo_adjoint(
         self,
@@ -173,20 +165,18 @@ class FieldMoves:
         values are added in float32. Raises ValueError for dtypes that have no sum.
         """
         lines = lines or self._line
-        name, about = plain_name(axis, width, periodic, lines), (axis, width, periodic)
         # The additions of a tree are found by its leaves.
-        given = what, name if type(tree) is np.ndarray else "", tree, None
-        found = self._adjoints.repeat(*given)
-        if found is None:
-            call = self._halo_adjoint, *given, about, lines
-            return enter(self.collectives.channel, what, *call)
-        return self._added(found, (name, (tree.shape,), (tree.dtype,)))[0]
+        alone, about = type(tree) is np.ndarray, (axis, width, periodic)
+        name = plain_name(*about, lines) if alone else ""
+        call = self._halo_adjoint, what, name, tree, None
+        found = self._moves.call(*call, about, lines)
+        if alone and type(found) is list:
+            # These are the results of the kernel.
+            [found] = self._added(found, (name, (tree.shape,), (tree.dtype,)))
+        return found
 
-    def _halo_adjoint(self, what: str, name: Any, *given: Any) -> Tree:
-        tree, out, about, lines = given
-        found = self._adjoints.repeat(what, name, tree, out, True)
-        if found is not None:
-            return self._added(found, (name, (tree.shape,), (tree.dtype,)))[0]
+    def _halo_adjoint(self, what: str, _: Any, *given: Any) -> Tree:
+        tree, _, about, lines = given
         halo = checked_halo(*about)
         arrays, structure = checked_fields(tree, what, halo.axis)
         arrays = [to_reducible(array) for array in arrays]
@@ -198,14 +188,10 @@ class FieldMoves:
                     f"of width {halo[1:3]} adds, found shape {array.shape}; pass an "
                     "array of the shape that halo returns"
                 )
-        sizes = [array.itemsize for array in arrays]
-        key = (
-            (*halo, lines),
-            tuple(a.shape for a in arrays),
-            tuple(a.dtype for a in arrays),
-        )
+        name, sizes = (*halo, lines), [array.itemsize for array in arrays]
+        key = name, tuple(a.shape for a in arrays), tuple(a.dtype for a in arrays)
 
-        def plan(shapes: Shapes) -> tuple[MoveBlocks, ResultKinds]:
+        def plan(shapes: Shapes) -> tuple[MoveBlocks, Kinds]:
             if len(self._additions) >= _MOST_ADDITIONS:
                 # The plans need the additions: forget these, too.
                 self.close()
@@ -217,17 +203,17 @@ class FieldMoves:
                 (i, (*before, slice(rows.start, rows.stop)), slice(*values))
                 for i, rows, values in additions
             ]
-            kinds: ResultKinds = []
+            kinds = list[tuple[tuple[int, ...], Any]]()
             for array, count in zip(arrays, counts, strict=True):
                 kinds.append((longer(array.shape, halo.axis, -pads), array.dtype))
                 kinds.append(((count,), array.dtype))
             return blocks, kinds
 
         check = functools.partial(halo_problem, halo=halo, pads=pads)
-        repeated = self._adjoints, (what, key[0], tree), None
-        fields, text = (arrays, structure, lines), _halo_text(what, halo)
-        found = self._move(text, fields, plan, check, repeated)
-        return unflatten(structure, self._added(found, key))
+        call = self._call(_halo_text(what, halo), arrays, structure, lines)
+        kernel = what, name, tree
+        move = self._move(call, arrays, lines, kernel, plan=plan, check=check)
+        return unflatten(structure, self._added(self._moves.make(move), key))
 
     def _added(self, found: Sequence[Array], key: Any) -> list[Array]:
         """Add the values of pads to the own rows, in an order that all ranks know."""
@@ -260,7 +246,7 @@ class FieldMoves:
         lines = lines or self._line
         name = (split, whole, lines) if type(split) is type(whole) is int else ""
         call = self._transpose, what, name, tree, None
-        return self._transposes.call(*call, split, whole, lines)
+        return self._moves.call(*call, split, whole, lines)
 
     def _transpose(self, what: str, _: Any, tree: Tree, *given: Any) -> Tree:
         _, split, whole, lines = given
@@ -272,23 +258,24 @@ class FieldMoves:
             )
         sizes = [array.itemsize for array in arrays]
         [line] = (line for line in lines if self.rank in line)
-        position = line.index(self.rank)
 
-        def plan(shapes: Shapes) -> tuple[MoveBlocks, ResultKinds]:
-            results: ResultKinds = []
+        def plan(shapes: Shapes) -> tuple[MoveBlocks, Kinds]:
+            results = list[tuple[tuple[int, ...], Any]]()
             for i, array in enumerate(arrays):
                 lengths = list(array.shape)
                 lengths[split] = sum(shapes[rank][i][split] for rank in line)
-                lengths[whole] = len(part(lengths[whole], position, len(line)))
+                rows = part(lengths[whole], line.index(self.rank), len(line))
+                lengths[whole] = len(rows)
                 results.append((tuple(lengths), array.dtype))
             axes = split, whole
             return transpose_blocks(shapes, sizes, axes, lines, self.rank), results
 
         check = functools.partial(transpose_problem, split=split)
-        repeated = self._transposes, (what, (split, whole, lines), tree), None
-        text = f"{what}(split={split}, whole={whole})"
-        fields = arrays, structure, lines
-        return unflatten(structure, self._move(text, fields, plan, check, repeated))
+        text, kernel = f"{what}(split={split}, whole={whole})", (split, whole, lines)
+        call = self._call(text, arrays, structure, lines)
+        kernel = what, kernel, tree
+        move = self._move(call, arrays, lines, kernel, plan=plan, check=check)
+        return unflatten(structure, list(self._moves.make(move)))
 
     @collective
     def gather(self, array: Array, axis: int, what: str) -> tuple[Array, list[int]]:
@@ -339,48 +326,49 @@ class FieldMoves:
                 "change it"
             )
 
+    def _call(
+        self, text: str, arrays: list[Array], structure: Any, lines: Lines
+    ) -> Call:
+        kinds = ", ".join(f"{a.dtype} of {a.ndim} dimensions" for a in arrays)
+        if len(arrays) > 1:
+            kinds += f" in {structure}"
+        if len(lines) > 1:
+            kinds += f" in lines {lines}"
+        return describe_call(text, kinds, sum(array.nbytes for array in arrays))
+
     def _move(
         self,
-        text: str,
-        fields: tuple[list[Array], Any, Lines],
-        plan: _Plan,
-        check: _Check,
-        repeated: tuple[RepeatedMoves, tuple[str, Any, Any], list[Array] | None],
-    ) -> list[Array]:
-        """Make a call whose blocks depend on the shapes of all ranks' arrays.
+        call: Call,
+        arrays: list[Array],
+        lines: Lines,
+        given: tuple[str, Any, Any],
+        *,
+        plan: Callable[[Shapes], tuple[MoveBlocks, Kinds]],
+        check: Callable[[Shapes, Sequence[int]], Exception | None],
+    ) -> Move:
+        """Return a call whose blocks depend on the shapes of all ranks' arrays.
 
-        ``fields`` are the arrays, their structure, and the lines of ranks; ``repeated``
-        has the calls of this kind, the arguments of the kernel, and the results.
+        ``check`` returns an error if the shapes of a line's arrays do not fit.
         """
-        arrays, structure, lines = fields
-        moves, given, outs = repeated
         own = tuple(array.shape for array in arrays)
+        ends = [0, *itertools.accumulate(map(len, own))]
 
         def read_shapes(rows: Any) -> Any:
-            shapes = tuple(_divided(row, own) for row in rows)
+            shapes = tuple(
+                tuple(row[low:high] for low, high in itertools.pairwise(ends))
+                for row in rows
+            )
             problems = (check(shapes, line) for line in lines)
             return next((one for one in problems if one is not None), shapes)
 
         equal = (own,) * self.size
         # Ranks first expect that the shapes of all are equal, unless that is an error.
         expected = None if check(equal, min(lines, key=len)) else equal
-        kinds_text = ", ".join(f"{a.dtype} of {a.ndim} dimensions" for a in arrays)
-        if len(arrays) > 1:
-            kinds_text += f" in {structure}"
-        if len(lines) > 1:
-            kinds_text += f" in lines {lines}"
-        call = describe_call(text, kinds_text, sum(array.nbytes for array in arrays))
         integers = [n for shape in own for n in shape]
         lengths: Any = integers, read_shapes, expected
-        return list(moves.make(Move(call, arrays, outs, own, plan, given, *lengths)))
+        return Move(call, arrays, None, own, plan, given, *lengths)
 
 
 def _halo_text(what: str, halo: Halo) -> str:
     width = f"({halo.before}, {halo.after})"
     return f"{what}(axis={halo.axis}, width={width}, periodic={halo.periodic})"
-
-
-def _divided(row: list[int], like: Sequence[tuple[int, ...]]) -> Any:
-    """Return a rank's integers as shapes with the numbers of dimensions of ``like``."""
-    ends = [0, *itertools.accumulate(map(len, like))]
-    return tuple(tuple(row[low:high]) for low, high in itertools.pairwise(ends))

@@ -94,12 +94,6 @@ class _Kind:
         self._exchanges = max(0, self._exchanges - 1)
         return not self._exchanges
 
-    def keep(self, own: Hashable, plan: Plan) -> None:
-        """Keep a plan for this rank's lengths."""
-        if len(self.plans) >= _MOST_LENGTHS:
-            self.plans.clear()
-        self.plans[own] = plan
-
 
 class RepeatedMoves:
     """Makes calls that move arrays, by plans that are kept for later calls."""
@@ -133,7 +127,7 @@ class RepeatedMoves:
         try:
             found = self.repeat_in_kernel(what, name, value, out)
         except LengthsDifferError as error:
-            self._change(error)
+            self._kind(error.call).change()
             found = None
         if found is None:
             call = self._call_inside, make, what, name, value, out
@@ -161,12 +155,8 @@ class RepeatedMoves:
         try:
             return self.repeat_in_kernel(*given)
         except LengthsDifferError as error:
-            self._change(error)
+            self._kind(error.call).change()
         return None
-
-    def _change(self, error: LengthsDifferError) -> None:
-        """Note that the ranks have expected different lengths in a call."""
-        self._kind(error.call).change()
 
     def _kind(self, call: Call) -> _Kind:
         """Return what this rank knows of a call's kind, whatever the lengths."""
@@ -235,7 +225,7 @@ class RepeatedMoves:
             planned = blocks, [((size * own.size,), own.dtype)]
             call = move.call.with_lengths("an exchange of lengths")
             exchange = Move(call, [own], None, None, lambda _: planned, None)
-            kind.exchange = self._planned(kind, exchange, None, False)
+            kind.exchange = self._planned(exchange, None)
         [found] = kind.exchange.move([own], None, self._collectives.timeout_seconds)
         rows = tuple(map(tuple, found.reshape(size, own.size).tolist()))
         return rows if move.read_lengths is None else move.read_lengths(rows)
@@ -243,7 +233,9 @@ class RepeatedMoves:
     def plan(self, move: Move) -> Plan:
         """Return the plan of a call whose header compares all lengths."""
         kind = self._kind(move.call)
-        return kind.plan(move.own) or self._planned(kind, move, None, True)
+        plan = kind.plan(move.own) or self._planned(move, None)
+        _add(kind.plans, move.own, plan)
+        return plan
 
     def _first(
         self, kind: _Kind, move: Move, lengths: Any, keeps: bool
@@ -254,33 +246,37 @@ class RepeatedMoves:
         """
         # A field's additions belong to its last plan, so that it needs a new one.
         kept = {} if keeps or move.read_lengths else kind.plans_of_all
-        plan = kept.get((move.own, lengths))
-        if plan is None:
-            plan = self._planned(kind, move, lengths, keeps)
-            if len(kept) >= _MOST_LENGTHS:
-                kept.clear()
-            kept[move.own, lengths] = plan
+        plan = kept.get((move.own, lengths)) or self._planned(move, lengths)
+        if keeps:
+            self._keep(kind, move, plan)
+        _add(kept, (move.own, lengths), plan)
         return self._run(plan, move)
 
     def _run(self, plan: Plan, move: Move) -> Sequence[Array]:
         return plan.move(move.arrays, move.outs, self._collectives.timeout_seconds)
 
-    def _planned(self, kind: _Kind, move: Move, lengths: Any, keeps: bool) -> Plan:
-        """Make a plan for the lengths of all ranks; keep it, if ``keeps`` is true."""
-        calls = self._collectives
+    def _planned(self, move: Move, lengths: Any) -> Plan:
+        """Make a plan for the lengths of all ranks, None if the header has them."""
         blocks, results = move.plan(lengths)
-        if move.outs is not None:
-            results = _kinds(move.outs)
+        kinds = _kinds(move.arrays), _kinds(move.outs) if move.outs else results
         call = move.call if lengths is None else move.call.with_lengths(lengths)
-        kinds = _kinds(move.arrays), results
-        plan = plan_move(call, blocks, kinds, calls.channel, self._recycler.arrays)
-        if keeps:
-            kind.keep(move.own, plan)
-            what, name, value = move.given or ("", None, None)
-            if isinstance(plan, KernelPlan) and type(value) in (list, np.ndarray):
-                given = what, (name,), type(value) is list, calls.timeout_seconds
-                plan.keep(self.repeat_in_kernel, *given)
-        return plan
+        channel, allocate = self._collectives.channel, self._recycler.arrays
+        return plan_move(call, blocks, kinds, channel, allocate)
+
+    def _keep(self, kind: _Kind, move: Move, plan: Plan) -> None:
+        """Keep a plan for this rank's lengths, and let the kernel repeat it."""
+        _add(kind.plans, move.own, plan)
+        what, name, value = move.given or ("", None, None)
+        if isinstance(plan, KernelPlan) and type(value) in (list, np.ndarray):
+            seconds = self._collectives.timeout_seconds
+            given = what, (name,), type(value) is list, seconds
+            plan.keep(self.repeat_in_kernel, *given)
+
+
+def _add(plans: dict[Hashable, Plan], key: Hashable, plan: Plan) -> None:
+    if len(plans) >= _MOST_LENGTHS and key not in plans:
+        plans.clear()
+    plans[key] = plan
 
 
 def _kinds(arrays: Sequence[Array]) -> Kinds:
