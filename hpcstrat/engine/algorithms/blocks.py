@@ -6,7 +6,7 @@ See `hpcstrat.engine.algorithms.move_plan`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -62,11 +62,11 @@ class MoveBlocks:
     zeros: Sequence[Block] = ()
     # Whether ranks may read each other's blocks in place: the same on every rank.
     readable: bool = True
-    nbytes: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        """Compute the size of the longest stream."""
-        object.__setattr__(self, "nbytes", max(self.streams, default=0))
+    @property
+    def nbytes(self) -> int:
+        """The size of the longest stream in bytes."""
+        return max(self.streams, default=0)
 
 
 def gathered_blocks(
@@ -103,10 +103,7 @@ def gathered_blocks(
 def broadcast_blocks(
     sizes: Sequence[int], root: int, me: int, num_ranks: int
 ) -> MoveBlocks:
-    """Return the blocks of a call that copies the root's arrays to all ranks.
-
-    ``sizes`` are the sizes of the arrays in bytes.
-    """
+    """Return the blocks of a call that copies the root's arrays of these ``sizes``."""
     lengths = [sizes if r == root else [0] * len(sizes) for r in range(num_ranks)]
     ones = [1] * len(sizes)
     return gathered_blocks(lengths, ones, ones, me)
@@ -118,11 +115,10 @@ def sent_blocks(
     sources: Mapping[int, int],
     results: Mapping[int, int],
 ) -> MoveBlocks:
-    """Return the blocks of a call in which ranks send parts to other ranks.
+    """Return the blocks of a call in which ``a`` sends ``table[a, b]`` bytes to ``b``.
 
-    ``table[a, b]`` is the number of bytes that rank ``a`` sends to rank ``b``, an array
-    of int64. ``sources`` and ``results`` have the indices of this rank's arrays by the
-    numbers of the other ranks.
+    ``sources`` and ``results`` have the indices of this rank's arrays by the numbers of
+    the other ranks.
     """
     size, keeps = len(table), bool(table[me, me])
     table = np.where(np.eye(size, dtype=bool), 0, table)

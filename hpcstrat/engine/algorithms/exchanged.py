@@ -97,10 +97,7 @@ def reduce_by_exchange(work: Work, channel: Channel) -> WaitSteps:
 def reduce_run(
     run: Run, work: Work, comm: InterruptibleComm, sum_over: Callable[..., WaitSteps]
 ) -> WaitSteps:
-    """Sum one run of a piece by ``sum_over``, without a copy if possible.
-
-    Collective over ``comm``.
-    """
+    """Sum one run of a piece over ``comm``, without a copy if possible."""
     index, start, stop, _ = run.spans[0]
     source, result = work.sources[index], work.results[index]
     if len(run.spans) == 1 and source.dtype == run.dtype == result.dtype:

@@ -83,10 +83,7 @@ def _exchanged(
 def _sent_to_all(
     sizes: Sequence[int], own: Array, takes: _Takes, comm: InterruptibleComm
 ) -> Iterator[Any]:
-    """Send all streams to all ranks; MPI passes on what a rank has received.
-
-    So few bytes cross the network if a worker has several ranks.
-    """
+    """Send all streams to all ranks; MPI passes on what a worker has received."""
     [root, *more] = np.flatnonzero(sizes).tolist() or [comm.rank]
     found = own if root == comm.rank and not more else _adjacent(takes)
     whole = np.empty(sum(sizes), np.uint8) if found is None else found

@@ -59,8 +59,7 @@ def plan_move(
 ) -> Plan:
     """Return the plan of a call that moves data; only its blocks differ between ranks.
 
-    ``kinds`` are the shapes and dtypes of this rank's arrays, and of its results.
-    ``allocate`` makes new arrays for the results.
+    ``kinds`` are those of this rank's arrays, and of its results.
     """
     kernel = None if channel is None else channel.kernel
     sent = None if channel is None else sent_in_header(blocks.nbytes, channel)
@@ -170,10 +169,7 @@ def _carried(nbytes: int, channel: Channel) -> _Carried | None:
 
 
 def _rows_in_header(nbytes: int, channel: Channel) -> tuple[int, int]:
-    """Return the bytes of a stream in a header, and the number of a worker's streams.
-
-    The number is 0 if the streams are too long.
-    """
+    """Return the bytes of a stream in a header, and the number that fit; 0 if none."""
     assert channel.wire is not None
     row_bytes = -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     num_rows = max(index for _, index in channel.wire.where) + 1
@@ -238,10 +234,7 @@ class _Carried(HeaderBlocks):
 
 
 def _numbers(blocks: Sequence[Block], ranks: Sequence[int]) -> Array:
-    """Return the blocks as the kernel reads them: seven integers for each.
-
-    ``ranks`` are the kernel's numbers of all replicas.
-    """
+    """Return blocks as the kernel reads them, with its numbers of the ranks."""
     rows = [(ranks[block.rank], *block[1:]) for block in blocks]
     return np.array(rows, np.int64).reshape(-1)
 

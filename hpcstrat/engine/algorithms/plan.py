@@ -306,10 +306,7 @@ def repeat_nothing(*_: Any) -> Any:
 
 
 def repeater(channel: Any) -> Any:
-    """Return a function of the channel's kernel that makes an earlier call again.
-
-    It returns None if Python code must make the call. See `KernelPlan.keep`.
-    """
+    """Return the kernel's function that repeats calls; see `KernelPlan.keep`."""
     kernel = getattr(channel, "kernel", None)
     return repeat_nothing if kernel is None else kernel.repeater()
 

@@ -78,10 +78,7 @@ class _Request:
 
 
 class CopyPlan(Plan):
-    """A reduction in which no rank sends anything.
-
-    There is a single replica, or the arrays have no elements.
-    """
+    """A reduction of a single replica, or without elements: no rank sends anything."""
 
     def steps(
         self, arrays: Sequence[Array], results: Sequence[Array], *, waits: bool = False
@@ -275,10 +272,7 @@ def _in_header(
 
 
 def _kernel_codes(request: _Request, channel: Channel) -> bytes | None:
-    """Return the kernel's codes for the arrays' dtypes, the same on every rank.
-
-    Returns None if the kernel cannot sum the arrays, or if there is no kernel.
-    """
+    """Return the kernel's codes for the arrays; None if it cannot sum them."""
     if channel.kernel is None:
         return None
     return type_codes([dtype for dtype, _ in request.signatures], request.op.name)

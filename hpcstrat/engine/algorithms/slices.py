@@ -61,10 +61,7 @@ class SharedAllocator:
         self._used = 0
 
     def take(self, like: Array, comm: Any) -> Array:
-        """Return a flat shared array of the dtype and size of ``like``.
-
-        Collective over ``comm``.
-        """
+        """Return a flat shared array like ``like``; collective over ``comm``."""
         nbytes = like.nbytes
         if nbytes > _MOST_SHARED_BYTES:
             octets = _segment(comm, nbytes)

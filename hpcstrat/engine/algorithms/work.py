@@ -133,10 +133,7 @@ def add_in_order(
 def segment_of(
     size: int, dtype: np.dtype[Any], number: int, of: int
 ) -> tuple[int, int]:
-    """Return the first element of segment ``number`` of an array, and its end.
-
-    Segments consist of whole cache lines, so that no two ranks write to one line.
-    """
+    """Return the bounds of segment ``number``, which consists of whole cache lines."""
     line = _CACHE_LINE_BYTES // dtype.itemsize
     length = -(-size // (of * line)) * line
     return min(number * length, size), min((number + 1) * length, size)

@@ -202,11 +202,8 @@ class CrossDeviceOps:
         Mirrored or ndarray
             The result, with the shape of a replica's value.
         """
-        pairs = [(per_replica_value, destinations)]
-        found: list[Any] = _current().extended.reduce_by(
-            self, reduce_op, pairs, options
-        )
-        return found[0]
+        reduce = _current().extended.reduce_by
+        return reduce(self, reduce_op, [(per_replica_value, destinations)], options)[0]
 
     def batch_reduce_implementation(
         self,
@@ -232,10 +229,8 @@ class CrossDeviceOps:
         list
             The results, in the order of the pairs.
         """
-        pairs = list(value_destination_pairs)
-        found: list[Any] = _current().extended.reduce_by(
-            self, reduce_op, pairs, options
-        )
+        extended, pairs = _current().extended, list(value_destination_pairs)
+        found: list[Any] = extended.reduce_by(self, reduce_op, pairs, options)
         return found
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
@@ -284,7 +279,7 @@ class CrossDeviceOps:
         ValueError
             On every rank, if the algorithm does not support this topology.
         """
-        return self._on_host(nbytes, topology, options)
+        return select.select(nbytes, topology, options)
 
     def choose_on_gpu(
         self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
@@ -312,19 +307,9 @@ class CrossDeviceOps:
         ValueError
             On every rank, if the algorithm does not support this topology.
         """
-        return self._on_gpu(nbytes, group, options)
-
-    def _on_host(
-        self, nbytes: int, topology: Topology, options: CommunicationOptions
-    ) -> Choice:
-        return select.select(nbytes, topology, options)
-
-    def _on_gpu(
-        self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
-    ) -> Choice:
         from hpcstrat.engine.gpu.transports import transport_select
 
-        if not self.overrides("choose", "_on_host"):
+        if not self.overrides("choose"):
             return transport_select.select_on_gpu(nbytes, group, options)
         # The algorithm needs host memory: arrays are copied to the host and back.
         return transport_select.staged(
@@ -370,7 +355,7 @@ class NcclAllReduce(CrossDeviceOps):
         self._sums_in_half = sums_in_half
         self._details = "(in half types)" if sums_in_half else ""
 
-    def _on_gpu(
+    def choose_on_gpu(
         self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
     ) -> Choice:
         from hpcstrat.engine.gpu.transports import transport_select
@@ -386,16 +371,16 @@ class MpiAllReduce(CrossDeviceOps):
     GPUs from rank to rank, if it can send GPU memory, and CUDA kernels add the arrays.
     """
 
-    def _on_gpu(
+    def choose_on_gpu(
         self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
     ) -> Choice:
         from hpcstrat.engine.gpu.transports import transport_select
 
         if group.capabilities.mpi_sendrecv:
             return transport_select.ring(group, options)
-        return super()._on_gpu(nbytes, group, options)
+        return super().choose_on_gpu(nbytes, group, options)
 
-    def _on_host(
+    def choose(
         self, nbytes: int, topology: Topology, options: CommunicationOptions
     ) -> Choice:
         return select.by_mpi(nbytes, topology, options)
@@ -409,7 +394,7 @@ class SharedMemoryAllReduce(CrossDeviceOps):
     this memory and back. Calls over several workers raise ValueError.
     """
 
-    def _on_host(
+    def choose(
         self, nbytes: int, topology: Topology, options: CommunicationOptions
     ) -> Choice:
         if topology.num_workers > 1:
@@ -438,7 +423,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     def __init__(self, num_packs: int = 1) -> None:
         _check_num_packs(num_packs)
 
-    def _on_host(
+    def choose(
         self, nbytes: int, topology: Topology, options: CommunicationOptions
     ) -> Choice:
         return select.hierarchical(nbytes, topology, options)
@@ -481,7 +466,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         """True if the program has passed an ``accumulation_fn``."""
         return self._accumulate is not None
 
-    def _on_host(
+    def choose(
         self, nbytes: int, topology: Topology, options: CommunicationOptions
     ) -> Choice:
         del options

@@ -77,7 +77,8 @@ def check_axes(arrays: Sequence[Array], what: str, *axes: Any) -> None:
         if not 0 <= axis < array.ndim:
             raise ValueError(
                 f"expected 0 <= axis < {array.ndim}, the dimensions of the array for "
-                f"{what}, found axis {axis}; change it"
+                f"{what}, found axis {axis}; "
+                + ("change it" if array.ndim else "give scalars a dimension first")
             )
 
 

@@ -346,10 +346,7 @@ class FieldMoves:
         plan: Callable[[Shapes], tuple[MoveBlocks, Kinds]],
         check: Callable[[Shapes, Sequence[int]], Exception | None],
     ) -> Move:
-        """Return a call whose blocks depend on the shapes of all ranks' arrays.
-
-        ``check`` returns an error if the shapes of a line's arrays do not fit.
-        """
+        """Return a call whose blocks depend on the shapes of all ranks' arrays."""
         own = tuple(array.shape for array in arrays)
         ends = [0, *itertools.accumulate(map(len, own))]
 

@@ -20,9 +20,10 @@ from hpcstrat.engine.algorithms.blocks import (
 from hpcstrat.engine.algorithms.plan import Kinds
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import as_array, is_device
+from hpcstrat.engine.calls.field_checks import check_axes
 from hpcstrat.engine.calls.gpu_moves import broadcast_on_gpus, gathered_on_gpus
-from hpcstrat.engine.calls.reduction_arrays import by_memory, list_structure
-from hpcstrat.engine.calls.repeated_moves import Move, RepeatedMoves
+from hpcstrat.engine.calls.reduction_arrays import in_each_memory, list_structure
+from hpcstrat.engine.calls.repeated_moves import Move, RepeatedMoves, kinds_of
 from hpcstrat.engine.channel.call import Call, describe_call, signature_text
 from hpcstrat.engine.channel.pending_calls import PendingCall
 from hpcstrat.engine.tree import flatten, unflatten
@@ -69,23 +70,20 @@ class Gathers:
 
     def _all_gather(self, what: str, axis: int, tree: Tree, _: None) -> Tree:
         leaves, structure = flatten(tree)
-        arrays = [_gatherable(leaf, axis) for leaf in leaves]
+        arrays = [_gatherable(leaf, axis, what) for leaf in leaves]
         if self.collectives.channel is None:
             return unflatten(structure, [array.copy() for array in arrays])
-        # Make the call for arrays in host memory first, then the call for arrays on
-        # GPUs, because all replicas must make them in the same order.
-        for indices in by_memory(arrays):
+
+        def gather(indices: list[int]) -> Sequence[Array]:
             some = [arrays[i] for i in indices]
             call = _gather_call(what, axis, some, structure)
             if some and is_device(some[0]):
-                calls = self.collectives
-                results: Sequence[Array] = gathered_on_gpus(calls, some, axis, call)
-            else:
-                move = self._gather(some, axis, call, (what, axis, tree))
-                results = self._gathers.make(move)
-            for index, result in zip(indices, results, strict=True):
-                leaves[index] = result
-        return unflatten(structure, leaves)
+                return gathered_on_gpus(self.collectives, some, axis, call)
+            return self._gathers.make(
+                self._gather(some, axis, call, (what, axis, tree))
+            )
+
+        return unflatten(structure, in_each_memory(gather, arrays))
 
     def _gather(
         self,
@@ -138,11 +136,7 @@ class Gathers:
         )
 
     def broadcast(self, tree: Tree, root: int, what: str) -> Tree:
-        """Return the root's arrays on every replica, as new arrays.
-
-        Raises CollectiveError on every replica if the replicas disagree on root,
-        structure, shape or dtype.
-        """
+        """Return the root's arrays on every replica, as new arrays."""
         return self._broadcasts.call(self._broadcast, what, root, tree, None)
 
     def _broadcast(self, what: str, root: int, tree: Tree, _: None) -> Tree:
@@ -151,24 +145,19 @@ class Gathers:
         calls = self.collectives
         if calls.channel is None:
             return unflatten(structure, [array.copy() for array in arrays])
-        for indices in by_memory(arrays):
+
+        def broadcast(indices: list[int]) -> Sequence[Array]:
             some = [arrays[i] for i in indices]
             kind = structure if len(some) == len(arrays) else list_structure(len(some))
-            text, nbytes = signature_text(kind, some), sum(a.nbytes for a in some)
-            call = describe_call(f"{what}(root={root})", text, nbytes)
+            text, sizes = signature_text(kind, some), [a.nbytes for a in some]
+            call = describe_call(f"{what}(root={root})", text, sum(sizes))
             if some and is_device(some[0]):
-                results: Sequence[Array] = broadcast_on_gpus(calls, some, root, call)
-            else:
-                sizes = [array.nbytes for array in some]
-                blocks = broadcast_blocks(sizes, root, calls.rank, calls.size)
-                kinds = [(array.shape, array.dtype) for array in some]
-                given = what, root, tree
-                results = self._broadcasts.make_known(
-                    call, some, None, (blocks, kinds), given
-                )
-            for index, result in zip(indices, results, strict=True):
-                leaves[index] = result
-        return unflatten(structure, leaves)
+                return broadcast_on_gpus(calls, some, root, call)
+            blocks = broadcast_blocks(sizes, root, calls.rank, calls.size)
+            planned, given = (blocks, kinds_of(some)), (what, root, tree)
+            return self._broadcasts.make_known(call, some, None, planned, given)
+
+        return unflatten(structure, in_each_memory(broadcast, arrays))
 
     def gathered_bytes(
         self, data: bytes, call: Call, root: int | None = None
@@ -223,13 +212,9 @@ def _gather_call(what: str, axis: int, arrays: list[Array], structure: Any) -> C
 
 
 def started_gather(tree: Tree, axis: int, what: str) -> tuple[Call, list[Array], Any]:
-    """Return the description of a started gather, its arrays, and their structure.
-
-    The description contains all shapes, which must be equal on all replicas. Raises
-    ValueError for arrays on GPUs.
-    """
+    """Return a gather's description, with all shapes, its arrays and structure."""
     leaves, structure = flatten(tree)
-    arrays = [_gatherable(leaf, axis) for leaf in leaves]
+    arrays = [_gatherable(leaf, axis, what) for leaf in leaves]
     if any(is_device(array) for array in arrays):
         raise ValueError(
             f"expected arrays in host memory in {what}, found one on a GPU; use "
@@ -239,19 +224,12 @@ def started_gather(tree: Tree, axis: int, what: str) -> tuple[Call, list[Array],
     return describe_call(f"{what}(axis={axis})", text, nbytes), arrays, structure
 
 
-def _gatherable(leaf: Any, axis: Any) -> Array:
+def _gatherable(leaf: Any, axis: Any, what: str) -> Array:
     if isinstance(leaf, IndexedSlices):
         raise NotImplementedError(
             "expected an array to gather, found IndexedSlices; gather its values and "
             "indices, or all_reduce it"
         )
     array = as_array(leaf)
-    if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
-        raise TypeError(f"expected an integer as axis, found {axis!r}; change it")
-    if not 0 <= axis < array.ndim:
-        raise ValueError(
-            f"expected 0 <= axis < {array.ndim}, the dimensions of the array to "
-            f"gather, found axis {axis}; "
-            + ("give scalars a dimension first" if array.ndim == 0 else "change it")
-        )
+    check_axes([array], what, axis)
     return array

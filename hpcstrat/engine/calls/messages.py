@@ -57,16 +57,7 @@ class Transfer:
 
     def test(self) -> bool:
         """Return whether the message is complete; not collective; raises as `wait`."""
-        if self._awaited is None:
-            return True
-        channel: Any = self.collectives.channel
-        channel.failures.refuse(self._call)
-        with channel.moving(self._call):
-            while self._awaited is not None and self._awaited.agreed():
-                self._awaited = next(self._steps, None)
-            if self._awaited is not None:
-                channel.failures.look()
-        return self._awaited is None
+        return self._advance(waits=False)
 
     @collective
     def wait(self) -> None:
@@ -75,14 +66,22 @@ class Transfer:
         Raises CollectiveError if another rank has ended all calls, or if the other
         rank's message has another size or dtype (which ends all calls of all ranks).
         """
+        self._advance(waits=True)
+
+    def _advance(self, *, waits: bool) -> bool:
         if self._awaited is None:
-            return
+            return True
         channel: Any = self.collectives.channel
         channel.failures.refuse(self._call)
         with channel.moving(self._call):
             while self._awaited is not None:
-                channel.wait(self._awaited, self._call)
+                if waits:
+                    channel.wait(self._awaited, self._call)
+                elif not self._awaited.agreed():
+                    channel.failures.look()
+                    return False
                 self._awaited = next(self._steps, None)
+        return True
 
 
 class _Expected:
@@ -145,10 +144,10 @@ class Messages:
             self._own.setdefault(tag, deque()).append((header, array.copy()))
             return Transfer(self.collectives, call, iter(()))
         self._begin(call)
-        exchange, start = Exchange(), self._comm.Isend
-        exchange.requests.append(start(header, dest, _NUM_TAGS * tag))
+        exchange, start, first = Exchange(), self._comm.Isend, _NUM_TAGS * tag
+        exchange.requests.append(start(header, dest, first))
         for chunk, length in _chunks(array):
-            exchange.requests.append(start(chunk, dest, _NUM_TAGS * tag + 1 + length))
+            exchange.requests.append(start(chunk, dest, first + 1 + length))
         return Transfer(self.collectives, call, iter((exchange,)))
 
     @collective
@@ -169,18 +168,17 @@ class Messages:
             array[...] = own.reshape(array.shape)
             return Transfer(self.collectives, call, iter(()))
         self._begin(call)
-        exchange, start = Exchange(), self._comm.Irecv
-        expected.message = Message(start, expected.memory, source, _NUM_TAGS * tag)
+        exchange, start, first = Exchange(), self._comm.Irecv, _NUM_TAGS * tag
+        expected.message = Message(start, expected.memory, source, first)
         queue = self._expected.setdefault((source, tag), deque())
         queue.append(expected)
-        rest = room = np.empty(0, np.uint8)
+        rest = into = np.empty(0, np.uint8)
         for chunk, length in _chunks(array):
-            into = chunk
+            rest = into = chunk
             if chunk.size < _CHUNK_BYTES[length]:
-                rest, into = chunk, np.empty(_CHUNK_BYTES[length], np.uint8)
-                room = into
-            exchange.requests.append(start(into, source, _NUM_TAGS * tag + 1 + length))
-        steps = _received(queue, expected, exchange, rest, room)
+                into = np.empty(_CHUNK_BYTES[length], np.uint8)
+            exchange.requests.append(start(into, source, first + 1 + length))
+        steps = _received(queue, expected, exchange, rest, into)
         return Transfer(self.collectives, call, steps)
 
     @collective
@@ -226,10 +224,7 @@ def _received(
     rest: Array,
     room: Array,
 ) -> WaitSteps:
-    """Wait for a header and its data; copy the last, incomplete chunk of the data.
-
-    It was received in the buffer ``room``; ``rest`` is its target in the array.
-    """
+    """Wait for a header and its data; copy the last chunk ``rest`` from ``room``."""
     # Compare earlier headers first: chunks of an earlier, longer message may have
     # arrived in the buffers of this message.
     while not expected.compared:
@@ -239,7 +234,8 @@ def _received(
             queue.popleft()
             first.compare()
     yield data
-    rest[...] = room[: rest.size]
+    if rest is not room:
+        rest[...] = room[: rest.size]
 
 
 class _Probe(Waitable):

@@ -286,10 +286,7 @@ def _sizes(parts: Mapping[int, Array]) -> tuple[tuple[int, int, str], ...]:
 
 
 def _integers(pairs: tuple[Mapping[int, Array], ...], size: int) -> list[int]:
-    """Return what this rank sends to each rank, and receives from it, as integers.
-
-    For each rank these are bytes and dtype of both arrays; zeros for no elements.
-    """
+    """Return bytes and dtype of what this rank sends and receives, for each rank."""
     found = np.zeros((size, 2, 2), np.int64)
     for column, parts in enumerate(pairs):
         for rank, part in parts.items():

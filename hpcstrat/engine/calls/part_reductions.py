@@ -60,10 +60,7 @@ class PartReductions:
 
     @collective
     def combine(self, function: np.ufunc, array: Array, what: str) -> None:
-        """Combine the arrays of all replicas by a ufunc, in place, on every replica.
-
-        The values are combined in replica order, as in the other reductions.
-        """
+        """Combine the arrays of all replicas by a ufunc, in place, on every replica."""
         _check_function(function, array, what)
         parts = self._cut(array)
         own, call = parts[self._rank], describe_arrays(what, array)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,8 @@ from hpcstrat.engine.typing import Array, Tree
 
 __all__ = [
     "all_plain",
-    "by_memory",
     "checked_outs",
+    "in_each_memory",
     "list_structure",
     "require_fitting",
     "require_sum_of_rows",
@@ -41,16 +41,21 @@ def list_structure(length: int) -> Any:
     return flatten([0] * length)[1]
 
 
-def by_memory(arrays: list[Array]) -> list[list[int]]:
-    """Return the indices of the arrays in host memory, then of the arrays on GPUs.
+def in_each_memory(
+    make: Callable[[list[int]], Sequence[Array]], arrays: list[Array]
+) -> list[Any]:
+    """Return the results of a call for each kind of memory, which has some arrays.
 
-    Each list is reduced in a call of its own. Only one list is returned if all arrays
-    are in the same kind of memory, or there are no arrays.
+    ``make`` is called with the indices of the arrays in host memory, and then with
+    those of the arrays on GPUs, so that all replicas make the calls in this order. It
+    is called once if there are no arrays.
     """
     there = [index for index, array in enumerate(arrays) if is_device(array)]
-    if not there or len(there) == len(arrays):
-        return [list(range(len(arrays)))]
-    return [[i for i in range(len(arrays)) if i not in there], there]
+    here = [index for index in range(len(arrays)) if index not in there]
+    found: dict[int, Any] = {}
+    for some in [part for part in (here, there) if part] or [[]]:
+        found |= zip(some, make(some), strict=True)
+    return [found[index] for index in range(len(arrays))]
 
 
 def checked_outs(

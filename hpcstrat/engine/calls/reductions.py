@@ -20,8 +20,8 @@ from hpcstrat.engine.arrays.recycling import DeviceRecycler, Recycler
 from hpcstrat.engine.calls.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.calls.reduction_arrays import (
     all_plain,
-    by_memory,
     checked_outs,
+    in_each_memory,
     list_structure,
     require_fitting,
     require_sum_of_rows,
@@ -172,7 +172,7 @@ class Reductions:
                 "reduce them with all_reduce"
             )
         arrays = [to_reducible(leaf, op) for leaf in leaves]
-        if len(by_memory(arrays)) > 1:
+        if len({is_device(array) for array in arrays}) > 1:
             raise ValueError(
                 "expected arrays in one kind of memory in a reduction that is started, "
                 "found host memory and a GPU's; start two reductions"
@@ -180,45 +180,35 @@ class Reductions:
         outs = None if out is None else checked_outs(out, arrays, structure, [])
         request = op, what, structure
         if arrays and is_device(arrays[0]):
-            # Make the group now: it needs collective calls, which `_start` cannot make.
+            # Make the group now: it needs collective calls, which `start` cannot make.
             self._group(what, options)
-        begin = functools.partial(
-            self._start, request, arrays, options, in_pass=in_pass
-        )
-        return cast("PendingCall", self.collectives.call(what, begin, outs, out))
 
-    def _start(
-        self,
-        request: _Request,
-        arrays: list[Array],
-        options: CommunicationOptions,
-        outs: list[Array] | None,
-        out: Tree,
-        *,
-        in_pass: bool,
-    ) -> PendingCall:
-        plan: Any = self._plan_for(request, arrays, options)
-        results = self._results(plan, arrays, outs)
-        if not plan.starts:
-            raise ValueError(
-                "expected an algorithm that can be started and awaited later, found "
-                f"{self._ops.describe()}; use all_reduce, or another cross_device_ops"
+        def start() -> PendingCall:
+            plan: Any = self._plan_for(request, arrays, options)
+            results, join = self._results(plan, arrays, outs), None
+            if not plan.starts:
+                raise ValueError(
+                    "expected an algorithm that can be started and awaited later, "
+                    f"found {self._ops.describe()}; use all_reduce, or another "
+                    "cross_device_ops"
+                )
+            own = arrays
+            if outs is not None:
+                own = copied_where_overwritten(arrays, outs)
+            tree = unflatten(structure, results) if out is None else out
+            if not isinstance(plan, CopyPlan) and is_device(own[0]):
+                plan, own, join = _marked(plan, own, results)
+            return PendingCall(
+                self.collectives.channel,
+                plan.call,
+                plan.steps(own, results),
+                tree,
+                options.timeout_seconds,
+                join=join,
+                in_pass=in_pass,
             )
-        if outs is not None:
-            arrays = copied_where_overwritten(arrays, outs)
-        tree = unflatten(request[2], results) if out is None else out
-        join = None
-        if not isinstance(plan, CopyPlan) and is_device(arrays[0]):
-            plan, arrays, join = _marked(plan, arrays, results)
-        return PendingCall(
-            self.collectives.channel,
-            plan.call,
-            plan.steps(arrays, results),
-            tree,
-            options.timeout_seconds,
-            join=join,
-            in_pass=in_pass,
-        )
+
+        return cast("PendingCall", self.collectives.call(what, start))
 
     start_reduce = collective(start_in_call)
 
@@ -274,19 +264,16 @@ class Reductions:
         outs: list[Array] | None,
     ) -> list[Array]:
         """Reduce the arrays in host memory, and then the arrays on GPUs."""
-        groups, (op, what, structure) = by_memory(arrays), request
-        results: list[Any] = [None] * len(arrays)
-        for some in groups:
-            if len(groups) > 1:
-                structure = list_structure(len(some))
+        op, what, structure = request
+
+        def reduce(some: list[int]) -> list[Array]:
+            kind = structure if len(some) == len(arrays) else list_structure(len(some))
             own = [arrays[i] for i in some]
             its_outs = None if outs is None else [outs[i] for i in some]
-            part = self.collectives.call(
-                what, self._reduce, (op, what, structure), own, options, its_outs
-            )
-            for index, result in zip(some, part, strict=True):
-                results[index] = result
-        return results
+            call = what, self._reduce, (op, what, kind), own, options, its_outs
+            return cast("list[Array]", self.collectives.call(*call))
+
+        return in_each_memory(reduce, arrays)
 
     def _reduce(
         self,

@@ -24,7 +24,7 @@ from hpcstrat.engine.channel.entries import enter
 from hpcstrat.engine.channel.waitable import LengthsDifferError
 from hpcstrat.engine.typing import Array
 
-__all__ = ["Move", "RepeatedMoves"]
+__all__ = ["Move", "RepeatedMoves", "kinds_of"]
 
 # Limits of the plans that are kept: kinds of calls, and lengths for each kind.
 _MOST_KINDS, _MOST_LENGTHS = 512, 64
@@ -148,10 +148,7 @@ class RepeatedMoves:
         return make(what, name, value, out, *given) if found is None else found
 
     def repeat(self, *given: Any) -> Any:
-        """Make an earlier call again in the kernel; return None if it cannot.
-
-        The arguments are those of the kernel's function ``repeat``.
-        """
+        """Make an earlier call again in the kernel; return None if it cannot."""
         try:
             return self.repeat_in_kernel(*given)
         except LengthsDifferError as error:
@@ -177,7 +174,7 @@ class RepeatedMoves:
 
         ``planned`` has its blocks, and the kinds of new results. See `make` and `Move`.
         """
-        own = outs is None, len(arrays), *_kinds([*arrays, *(outs or ())])
+        own = outs is None, len(arrays), *kinds_of([*arrays, *(outs or ())])
         return self.make(Move(call, arrays, outs, own, lambda _: planned, given))
 
     def make(self, move: Move) -> Sequence[Array]:
@@ -258,7 +255,7 @@ class RepeatedMoves:
     def _planned(self, move: Move, lengths: Any) -> Plan:
         """Make a plan for the lengths of all ranks, None if the header has them."""
         blocks, results = move.plan(lengths)
-        kinds = _kinds(move.arrays), _kinds(move.outs) if move.outs else results
+        kinds = kinds_of(move.arrays), kinds_of(move.outs) if move.outs else results
         call = move.call if lengths is None else move.call.with_lengths(lengths)
         channel, allocate = self._collectives.channel, self._recycler.arrays
         return plan_move(call, blocks, kinds, channel, allocate)
@@ -279,5 +276,6 @@ def _add(plans: dict[Hashable, Plan], key: Hashable, plan: Plan) -> None:
     plans[key] = plan
 
 
-def _kinds(arrays: Sequence[Array]) -> Kinds:
+def kinds_of(arrays: Sequence[Array]) -> Kinds:
+    """Return the shapes and dtypes of arrays."""
     return [(array.shape, array.dtype) for array in arrays]

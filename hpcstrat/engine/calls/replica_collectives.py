@@ -7,7 +7,6 @@ import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hpcstrat.engine.algorithms.mapped_memory import MappedMemory
 from hpcstrat.engine.calls.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.calls.field_moves import FieldMoves
 from hpcstrat.engine.calls.gathers import Gathers
@@ -62,6 +61,7 @@ class Collectives:
         self.repeat = self._reductions.repeat
         self.start_reduce = self._reductions.start_reduce
         self.start_in_call = self._reductions.start_in_call
+        self.use_mapped_memory = self._reductions.use_mapped_memory
 
     @property
     def collectives(self) -> Collectives:
@@ -69,10 +69,9 @@ class Collectives:
         return self
 
     def call(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of the library that makes collective calls, as one entry.
+        """Call a function that makes collective calls; if it fails, all replicas raise.
 
-        Collective over ``topology.replica_comm``. If ``function`` fails on one replica,
-        all replicas raise.
+        Collective over ``topology.replica_comm``.
         """
         return enter(self.channel, what, function, *args)
 
@@ -101,10 +100,9 @@ class Collectives:
     def broadcast_object(self, value: Any, root: int, what: str) -> Any:
         """Send the root's Python object to every replica.
 
-        Collective over ``topology.replica_comm``. ``value``, of any size, is ignored on
-        all replicas but the root. The root returns ``value`` itself, the other replicas
-        return copies. If a rank cannot pickle or unpickle the object, this rank raises
-        the error of pickle, and the other ranks raise ReplicaError.
+        Collective over ``topology.replica_comm``. The root returns ``value`` itself. A
+        rank that cannot pickle or unpickle it raises pickle's error, and the other
+        ranks raise ReplicaError.
         """
         if self.channel is None:
             return value
@@ -168,10 +166,6 @@ class Collectives:
             self._by_others[ops] = Reductions(self, ops, options)
         return self._by_others[ops]
 
-    def use_mapped_memory(self, areas: MappedMemory) -> None:
-        """Use ``areas`` in later sums; all ranks must call this at the same point."""
-        self._reductions.use_mapped_memory(areas)
-
     @property
     def overlaps(self) -> bool:
         """True if MPI sends data of a started reduction while the ranks compute."""
@@ -180,9 +174,6 @@ class Collectives:
     def close(self) -> None:
         """Make all later calls raise CollectiveError."""
         self.channel = ClosedChannel()
-        self._gathers.close()
-        self.moves.close()
-        self.parts.close()
-        self.fields.close()
-        for reductions in (self._reductions, *self._by_others.values()):
-            reductions.close()
+        calls: Any = self._gathers, self.moves, self.parts, self.fields
+        for some in (*calls, self._reductions, *self._by_others.values()):
+            some.close()
