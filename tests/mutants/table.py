@@ -50,9 +50,9 @@ MUTANTS = (
     _m(
         "repeated: results are written over values that are still to be read",
         "2:arrays",
-        """            arrays = copied_where_overwritten(arrays, outs)
-        planned.run""",
-        "            pass\n        planned.run",
+        """                arrays = copied_where_overwritten(arrays, outs)
+            plan.run""",
+        "                pass\n            plan.run",
     ),
     _m(
         "areas: sums are written on one rank alone",
@@ -195,8 +195,8 @@ MUTANTS = (
     _m(
         "order: the workers' values in headers are added in another order",
         "3:header_sum",
-        "add_in_order(terms, total, function=self.function)",
-        "add_in_order(terms[::-1], total, function=self.function)",
+        "add_in_order(terms, total, function=self._function)",
+        "add_in_order(terms[::-1], total, function=self._function)",
     ),
     _m(
         "order: one replica adds the values of all in another order",
@@ -226,8 +226,8 @@ MUTANTS = (
     _m(
         "extremes: keys are added between ranks",
         "3:extremes",
-        "self.function = np.add if request.op.adds else np.maximum",
-        "self.function = np.add",
+        "return np.add if op.adds else np.maximum",
+        "return np.add",
     ),
     # Gathers, broadcasts, objects.
     _m(
@@ -245,8 +245,8 @@ MUTANTS = (
     _m(
         "broadcast: always from replica 0",
         "3:gather_broadcast",
-        "Block(root, i, offset, 0, nbytes)",
-        "Block(0, i, offset, 0, nbytes)",
+        "lengths = [sizes if r == root else",
+        "lengths = [sizes if r == 0 else",
     ),
     _m(
         "objects: what does not fit into the first message is lost",

@@ -119,8 +119,8 @@ class FieldMoves:
         a single array.
         """
         lines, outs = lines or self._line, None if out is None else [out]
-        about = axis, width, periodic
-        call = self._halo, what, plain_name(*about, lines), tree, outs
+        name, about = plain_name(axis, width, periodic, lines), (axis, width, periodic)
+        call = self._halo, what, name, tree, outs
         found = self._moves.call(*call, about, lines)
         return found if out is None else out
 
@@ -167,7 +167,7 @@ class FieldMoves:
         lines = lines or self._line
         # The additions of a tree are found by its leaves.
         alone, about = type(tree) is np.ndarray, (axis, width, periodic)
-        name = plain_name(*about, lines) if alone else ""
+        name = plain_name(axis, width, periodic, lines) if alone else ""
         call = self._halo_adjoint, what, name, tree, None
         found = self._moves.call(*call, about, lines)
         if alone and type(found) is list:

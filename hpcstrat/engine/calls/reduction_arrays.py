@@ -51,10 +51,11 @@ def in_each_memory(
     is called once if there are no arrays.
     """
     there = [index for index, array in enumerate(arrays) if is_device(array)]
+    if not there or len(there) == len(arrays):
+        return list(make(list(range(len(arrays)))))
     here = [index for index in range(len(arrays)) if index not in there]
-    found: dict[int, Any] = {}
-    for some in [part for part in (here, there) if part] or [[]]:
-        found |= zip(some, make(some), strict=True)
+    found = dict(zip(here, make(here), strict=True))
+    found |= zip(there, make(there), strict=True)
     return [found[index] for index in range(len(arrays))]
 
 

@@ -243,10 +243,12 @@ class RepeatedMoves:
         """
         # A field's additions belong to its last plan, so that it needs a new one.
         kept = {} if keeps or move.read_lengths else kind.plans_of_all
-        plan = kept.get((move.own, lengths)) or self._planned(move, lengths)
+        plan = kept.get((move.own, lengths))
+        if plan is None:
+            plan = self._planned(move, lengths)
+            _add(kept, (move.own, lengths), plan)
         if keeps:
             self._keep(kind, move, plan)
-        _add(kept, (move.own, lengths), plan)
         return self._run(plan, move)
 
     def _run(self, plan: Plan, move: Move) -> Sequence[Array]:
@@ -271,7 +273,7 @@ class RepeatedMoves:
 
 
 def _add(plans: dict[Hashable, Plan], key: Hashable, plan: Plan) -> None:
-    if len(plans) >= _MOST_LENGTHS and key not in plans:
+    if len(plans) >= _MOST_LENGTHS:
         plans.clear()
     plans[key] = plan
 
