@@ -133,58 +133,36 @@ def reduce_slices(
     cross = channel.interruptible(topology.cross_worker_comm)
     sums_under_way = ConcurrentSums()
 
-    def put(sliced: SlicedPiece, place: int) -> None:
-        piece, _ = sliced
+    def put(piece: Piece) -> int:
+        place = channel.rings.take(place_bytes)
         for rank, run in enumerate(piece):
             if rank != me or _in_source(run, sources) is None:
                 fill(run, sources, rows(run, place)[me])
+        return place
 
-    def take(sliced: SlicedPiece, place: int) -> WaitSteps:
-        piece, total = sliced
-        if total is None:
-            return
-        own, terms = _in_source(piece[me], sources), rows(piece[me], place)
-        if own is not None:
-            terms = [*terms[:me], own, *terms[me + 1 :]]
-        add_in_order(terms, total)
-        if topology.num_workers > 1:
-            yield from sums_under_way.add(exchanged_sum(total, total, cross, divisor))
-        else:
-            divide(total, divisor)
-
-    yield from _hand_over(pieces, put, take, place_bytes, call=call, channel=channel)
-    yield from sums_under_way.end()
-
-
-def _hand_over(
-    pieces: Sequence[SlicedPiece],
-    put: Callable[[SlicedPiece, int], None],
-    take: Callable[[SlicedPiece, int], WaitSteps],
-    place_bytes: int,
-    *,
-    call: Call,
-    channel: Channel,
-) -> WaitSteps:
-    """Let each rank put pieces into its ring, and take the pieces of the other ranks.
-
-    Each piece is put into its place before the ranks read the preceding piece, so that
-    each piece needs only one step. ``put`` and ``take`` are called with a piece and the
-    byte offset of its place.
-    """
-    place = channel.rings.take(place_bytes) if pieces else 0
-    for piece in pieces[:1]:
-        put(piece, place)
+    place = put(pieces[0][0]) if pieces else 0
     yield HEADER
-    for number, piece in enumerate(pieces, start=1):
+    for number, (piece, total) in enumerate(pieces, start=1):
+        # Each piece is put into its place before the ranks read the preceding piece,
+        # so that each piece needs only one step.
         after, step = 0, None
         if number < len(pieces):
-            after = channel.rings.take(place_bytes)
-            put(pieces[number], after)
+            after = put(pieces[number][0])
             step = channel.step(call)
-        yield from take(piece, place)
+        if total is not None:
+            own, terms = _in_source(piece[me], sources), rows(piece[me], place)
+            if own is not None:
+                terms = [*terms[:me], own, *terms[me + 1 :]]
+            add_in_order(terms, total)
+            if topology.num_workers == 1:
+                divide(total, divisor)
+            else:
+                across = exchanged_sum(total, total, cross, divisor)
+                yield from sums_under_way.add(across)
         if step is not None:
             yield step
         place = after
+    yield from sums_under_way.end()
 
 
 def _in_source(run: Run, sources: Sequence[Array]) -> Array | None:

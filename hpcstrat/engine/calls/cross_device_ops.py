@@ -187,15 +187,9 @@ class CrossDeviceOps:
 
         Parameters
         ----------
-        reduce_op : ReduceOp
-            An operation, as in ``Strategy.reduce``.
-        per_replica_value : PerReplica or array_like of shape (...)
-            A strategy passes a PerReplica, in cross-replica context.
-        destinations : variable, distributed value or str
-            The object, or device, on whose replicas the result is needed; a strategy
-            passes the value itself.
-        options : CommunicationOptions
-            Options of the call.
+        reduce_op, per_replica_value, destinations, options : as for `reduce`
+            A strategy passes a PerReplica, in cross-replica context, and the value
+            itself as destinations.
 
         Returns
         -------
@@ -217,12 +211,8 @@ class CrossDeviceOps:
 
         Parameters
         ----------
-        reduce_op : ReduceOp
-            An operation, as in ``Strategy.reduce``.
-        value_destination_pairs : sequence of (value, destinations)
-            As for `reduce_implementation`.
-        options : CommunicationOptions
-            Options of the call.
+        reduce_op, value_destination_pairs, options : as for `batch_reduce`
+            The pairs are as for `reduce_implementation`.
 
         Returns
         -------
@@ -240,10 +230,8 @@ class CrossDeviceOps:
 
         Parameters
         ----------
-        tensor : array_like of any shape
-            This rank's value.
-        destinations : variable, distributed value or str
-            The object, or device, on whose replicas the value is needed.
+        tensor, destinations : as for `broadcast`
+            The value, and the object or device on whose replicas it is needed.
 
         Returns
         -------
@@ -286,26 +274,19 @@ class CrossDeviceOps:
     ) -> Choice:
         """Return the algorithm and the piece size for a call's arrays on GPUs.
 
-        Not collective; the result is the same on every rank.
+        Not collective; the result is the same on every rank, also its ValueError.
 
         Parameters
         ----------
-        nbytes : int
-            Total size of the arrays in bytes, in the dtypes in which they are added.
+        nbytes, options : as for `choose`
+            The size of the arrays, and the options of the call.
         group : DeviceGroup
             The GPUs of the replicas, and the transports between them.
-        options : CommunicationOptions
-            Options of the call.
 
         Returns
         -------
         Choice
             Algorithm and size of the pieces.
-
-        Raises
-        ------
-        ValueError
-            On every rank, if the algorithm does not support this topology.
         """
         from hpcstrat.engine.gpu.transports import transport_select
 

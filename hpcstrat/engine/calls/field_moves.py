@@ -29,21 +29,17 @@ from hpcstrat.engine.algorithms.field_blocks import (
 )
 from hpcstrat.engine.algorithms.plan import Kinds
 from hpcstrat.engine.arrays.casting import is_half
-from hpcstrat.engine.arrays.kinds import array_module, as_array, to_reducible
+from hpcstrat.engine.arrays.kinds import to_reducible
 from hpcstrat.engine.calls.field_checks import (
-    check_axes,
     checked_fields,
     checked_halo,
     halo_problem,
-    is_int,
     plain_name,
     transpose_problem,
 )
 from hpcstrat.engine.calls.reduction_arrays import require_fitting
 from hpcstrat.engine.calls.repeated_moves import Move, RepeatedMoves
 from hpcstrat.engine.channel.call import Call, describe_call
-from hpcstrat.engine.channel.entries import collective
-from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.tree import unflatten
 from hpcstrat.engine.typing import Array, Tree
 
@@ -276,55 +272,6 @@ class FieldMoves:
         kernel = what, kernel, tree
         move = self._move(call, arrays, lines, kernel, plan=plan, check=check)
         return unflatten(structure, list(self._moves.make(move)))
-
-    @collective
-    def gather(self, array: Array, axis: int, what: str) -> tuple[Array, list[int]]:
-        """Concatenate the ranks' arrays; return also the lengths along the axis."""
-        array = as_array(array)
-        check_axes([array], what, axis)
-        own = np.full((1,) * array.ndim, array.shape[axis], np.int64)
-        calls: Any = self.collectives
-        whole, lengths = calls.all_gather([array, own], axis, what)
-        return whole, lengths.reshape(-1).tolist()
-
-    def gather_adjoint(
-        self, array: Array, axis: int, lengths: Sequence[int], what: str
-    ) -> Array:
-        """Return this rank's part, along an axis, of the sum of all ranks' arrays."""
-        start = sum(lengths[: self.rank])
-        rows = (slice(None),) * axis + (slice(start, start + lengths[self.rank]),)
-        own: Array = self._total(array, what)[rows].copy()
-        return own
-
-    @collective
-    def broadcast(self, array: Array, root: int, what: str) -> Array:
-        """Return the root's array on every rank."""
-        self._check_root(root)
-        calls: Any = self.collectives
-        found: Array = calls.broadcast(array, root, what)
-        return found
-
-    @collective
-    def broadcast_adjoint(self, array: Array, root: int, what: str) -> Array:
-        """Return the sum of all ranks' arrays on the root, and zeros elsewhere."""
-        self._check_root(root)
-        total = self._total(array, what)
-        if self.rank == root:
-            return total
-        zeros: Array = array_module(total).zeros_like(total)
-        return zeros
-
-    def _total(self, array: Array, what: str) -> Array:
-        calls: Any = self.collectives
-        total: Array = calls.batch_reduce(ReduceOp.SUM, array, what)
-        return total
-
-    def _check_root(self, root: int) -> None:
-        if not is_int(root) or not 0 <= root < self.size:
-            raise ValueError(
-                f"expected a position from 0 to {self.size - 1}, found {root!r}; "
-                "change it"
-            )
 
     def _call(
         self, text: str, arrays: list[Array], structure: Any, lines: Lines

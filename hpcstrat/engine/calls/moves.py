@@ -46,21 +46,21 @@ class Moves:
         # The `Collectives` of the replicas.
         self.collectives = collectives
         self.size, self.rank = collectives.size, collectives.rank
-        self._repeated = RepeatedMoves(collectives)
+        self.repeated = RepeatedMoves(collectives)
         # The arrays of a barrier, which has no lengths that could change.
         self._nothing: list[Array] = []
-        self._repeat_barrier = self._repeated.repeat_in_kernel
+        self._repeat_barrier = self.repeated.repeat_in_kernel
 
     def close(self) -> None:
         """Forget the plans, which hold shared memory."""
-        self._repeated.close()
+        self.repeated.close()
 
     def barrier(self, what: str = "barrier") -> None:
         """Wait for all replicas; collective over ``topology.replica_comm``."""
         if what == "barrier":
             nothing = self._nothing
             if self._repeat_barrier(what, None, nothing, nothing) is None:
-                self._repeated.call(self._barrier, what, None, nothing, nothing)
+                self.repeated.call(self._barrier, what, None, nothing, nothing)
         elif self.collectives.channel is not None:
             seconds = self.collectives.timeout_seconds
             agree = self.collectives.channel.agree
@@ -76,7 +76,7 @@ class Moves:
 
         ``own`` may be this replica's part.
         """
-        self._repeated.call(self._all_gather_into, what, None, own, parts)
+        self.repeated.call(self._all_gather_into, what, None, own, parts)
 
     def _all_gather_into(
         self, what: str, name: None, own: Array, parts: Sequence[Array]
@@ -94,7 +94,7 @@ class Moves:
         """Copy the root's values into ``array`` of every replica."""
         sends = self.rank == root
         arrays, outs = ([array], []) if sends else ([], [array])
-        self._repeated.call(self._broadcast_into, what, root, arrays, outs)
+        self.repeated.call(self._broadcast_into, what, root, arrays, outs)
 
     def _broadcast_into(
         self, what: str, root: int, arrays: list[Array], outs: list[Array]
@@ -117,7 +117,7 @@ class Moves:
         Only the root's ``parts`` are used, which must all have the size of ``own``.
         """
         outs = list(parts or ()) if self.rank == root else []
-        self._repeated.call(self._with_root, what, root, own, outs)
+        self.repeated.call(self._with_root, what, root, own, outs)
 
     def scatter_into(
         self, parts: Sequence[Array] | None, result: Array, root: int, what: str
@@ -127,7 +127,7 @@ class Moves:
         Only the root's ``parts`` are used, which must all have the size of ``result``.
         """
         sources = list(parts or ()) if self.rank == root else []
-        self._repeated.call(self._with_root, what, root, sources, [result])
+        self.repeated.call(self._with_root, what, root, sources, [result])
 
     def _with_root(
         self, what: str, root: int, value: Array | list[Array], outs: list[Array]
@@ -166,7 +166,7 @@ class Moves:
         CollectiveError.
         """
         given = what, "all", list(sends), list(receives)
-        self._repeated.call(self._send, *given)
+        self.repeated.call(self._send, *given)
 
     def exchange(
         self, sends: Mapping[int, Array], receives: Mapping[int, Array], what: str
@@ -180,7 +180,7 @@ class Moves:
         """
         name = tuple(sends), tuple(receives)
         arrays, outs = list(sends.values()), list(receives.values())
-        self._repeated.call(self._send, what, name, arrays, outs)
+        self.repeated.call(self._send, what, name, arrays, outs)
 
     def _send(
         self, what: str, name: Any, arrays: list[Array], outs: list[Array]
@@ -226,7 +226,7 @@ class Moves:
         # The kernel's plan is for arrays of these shapes.
         key = tuple(to), tuple(source), *((a.shape, a.dtype) for a in every)
         given, integers = (what, name, arrays), _integers(pairs, size)
-        self._repeated.make(
+        self.repeated.make(
             Move(call, arrays, outs, key, plan, given, integers, table, expected)
         )
 
@@ -242,7 +242,7 @@ class Moves:
 
         ``given`` are the arguments of the kernel's function that repeats the call.
         """
-        self._repeated.make_known(call, arrays, outs, (blocks, []), given)
+        self.repeated.make_known(call, arrays, outs, (blocks, []), given)
 
     # Checks of arguments.
 

@@ -22,7 +22,6 @@ from hpcstrat.engine.algorithms.plan import (
 from hpcstrat.engine.algorithms.work import add_in_order, divide, slice_of
 from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings, is_half
 from hpcstrat.engine.calls.moves import Moves, describe_arrays, flat_view
-from hpcstrat.engine.calls.repeated_moves import RepeatedMoves
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.native import load, type_codes
@@ -50,13 +49,10 @@ class PartReductions:
         # The kernel's calls, by the description of the call and the arrays' shapes.
         self._scatters: dict[Hashable, KernelPlan] = {}
         self._repeat = repeater(collectives.channel)
-        # The calls by which ranks receive the values that they combine.
-        self._terms = RepeatedMoves(collectives)
 
     def close(self) -> None:
         """Forget the kernel's calls, which hold shared memory."""
         self._scatters.clear()
-        self._terms.close()
 
     @collective
     def combine(self, function: np.ufunc, array: Array, what: str) -> None:
@@ -225,13 +221,13 @@ class PartReductions:
 
     def _move(self, parts: list[Array], rows: list[Array], call: Call) -> None:
         """Receive the values of all replicas for this replica's part."""
-        given = call.text, call.digest, parts
-        if self._terms.repeat(*given, rows, True) is None:
+        given, repeated = (call.text, call.digest, parts), self._moves.repeated
+        if repeated.repeat(*given, rows, True) is None:
             sizes = np.array([part.nbytes for part in parts])
             every = {rank: rank for rank in range(self._size)}
             table = np.broadcast_to(sizes, (self._size, self._size))
             blocks = sent_blocks(table, self._rank, every, every)
-            self._terms.make_known(call, parts, rows, (blocks, []), given)
+            repeated.make_known(call, parts, rows, (blocks, []), given)
 
 
 def _combine(

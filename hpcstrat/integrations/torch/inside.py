@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcstrat.engine.arrays.kinds import is_device
+from hpcstrat.engine.arrays.kinds import array_module, is_device
+from hpcstrat.engine.calls.field_checks import check_axes, is_int
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Array
 from hpcstrat.integrations.torch.tensors import as_tensor, memory_of, torchs_stream
@@ -242,12 +243,17 @@ def gather(x: torch.Tensor, dim: int, *, inside: Any = None) -> torch.Tensor:
     calls, lengths = _ReplicaCalls(inside, "gather"), list[int]()
 
     def gathered(array: Array) -> Array:
-        whole: Array
-        whole, lengths[:] = calls.fields.gather(array, dim, "gather")
-        return whole
+        check_axes([array], "gather", dim)
+        length = np.full((1,) * array.ndim, array.shape[dim], np.int64)
+        whole, every = calls.collectives.all_gather([array, length], dim, "gather")
+        lengths[:] = every.reshape(-1).tolist()
+        found: Array = whole
+        return found
 
     def own(array: Array) -> Array:
-        part: Array = calls.fields.gather_adjoint(array, dim, lengths, "gather")
+        ends, position = np.cumsum(lengths), calls.inside.position
+        rows = slice(ends[position] - lengths[position], ends[position])
+        part: Array = calls.summed(array)[(slice(None),) * dim + (rows,)].copy()
         return part
 
     return calls.apply(x, gathered, own)
@@ -283,8 +289,20 @@ def broadcast(
         On every rank, if positions, shapes or dtypes differ.
     """
     calls = _ReplicaCalls(inside, "broadcast")
-    return calls.apply(
-        x,
-        lambda array: calls.fields.broadcast(array, position, "broadcast"),
-        lambda array: calls.fields.broadcast_adjoint(array, position, "broadcast"),
-    )
+
+    def sent(array: Array) -> Array:
+        if not is_int(position) or not 0 <= position < calls.inside.size:
+            raise ValueError(
+                f"expected a position from 0 to {calls.inside.size - 1}, found "
+                f"{position!r}; change it"
+            )
+        found: Array = calls.collectives.broadcast(array, position, "broadcast")
+        return found
+
+    def summed(array: Array) -> Array:
+        total = calls.summed(array)
+        if calls.inside.position != position:
+            total = array_module(total).zeros_like(total)
+        return total
+
+    return calls.apply(x, sent, summed)

@@ -350,18 +350,3 @@ def test_lengths_that_part_does_not_give_are_refused_everywhere(
         with pytest.raises(ValueError, match=f"found {found}; divide the array"):
             fields.transpose(own, 0, 1)
         assert_usable(strategy, job)
-
-
-def test_gradients_of_gathers_and_broadcasts_are_sums(
-    fields: FieldMoves, job: Any
-) -> None:
-    lengths = [2 * rank + 1 for rank in range(job.size)]
-    own = np.full((3, lengths[job.rank]), 1.0 + job.rank)
-    whole, found = fields.gather(own, 1, "gather")
-    assert found == lengths
-    sums = fields.gather_adjoint(whole * (job.rank + 1), 1, lengths, "gather_adjoint")
-    assert_equal(sums, own * sum(range(1, job.size + 1)))
-    root = job.size - 1
-    total = fields.broadcast_adjoint(own[:, :1].copy(), root, "broadcast_adjoint")
-    wanted = sum(range(1, job.size + 1)) if job.rank == root else 0
-    assert_equal(total, np.full((3, 1), float(wanted)))
