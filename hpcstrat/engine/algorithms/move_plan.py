@@ -112,7 +112,8 @@ class MovePlan(Plan):
     ) -> None:
         super().__init__(call, results, channel, allocate)
         self._blocks, self._takes, self.own = blocks, blocks.takes, blocks.own
-        self._carried = None if channel is None else _carried(blocks.nbytes, channel)
+        rows = None if channel is None else _rows_in_header(blocks.nbytes, channel)
+        self._carried = None if rows is None else _Carried(channel, *rows)
 
     def steps(
         self, arrays: Sequence[Array], results: Sequence[Array], *, waits: bool = False
@@ -153,30 +154,25 @@ class MovePlan(Plan):
 
 def sent_in_header(nbytes: int, channel: Channel) -> SentValues | None:
     """Return streams of a size in a header, from the kernel; None if it cannot."""
-    wire = channel.wire
-    if wire is None or wire.values is None or any(index for _, index in wire.where):
+    rows, wire = _rows_in_header(nbytes, channel), channel.wire
+    if rows is None or wire is None or wire.values is None or rows[1] > 1:
         return None
-    row_bytes, num_rows = _rows_in_header(nbytes, channel)
-    return SentValues(wire.values, wire, carried_bytes(row_bytes)) if num_rows else None
+    return SentValues(wire.values, wire, carried_bytes(rows[0]))
 
 
-def _carried(nbytes: int, channel: Channel) -> _Carried | None:
-    """Return the payload for streams of a size, or None if they are too long."""
+def _rows_in_header(nbytes: int, channel: Channel) -> tuple[int, int] | None:
+    """Return the bytes of a stream in a header, and the number of a worker's streams.
+
+    Returns None if the streams are too long, or inside of one worker.
+    """
     if channel.wire is None:
         return None
-    row_bytes, num_rows = _rows_in_header(nbytes, channel)
-    return _Carried(channel, row_bytes, num_rows) if num_rows else None
-
-
-def _rows_in_header(nbytes: int, channel: Channel) -> tuple[int, int]:
-    """Return the bytes of a stream in a header, and the number that fit; 0 if none."""
-    assert channel.wire is not None
     row_bytes = -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     num_rows = max(index for _, index in channel.wire.where) + 1
     each = carried_bytes(row_bytes * num_rows)
     slot_bytes, workers = channel.topology.slot_bytes, channel.wire.num_workers
     fits = each <= channel.wire.room_bytes and each * workers <= slot_bytes
-    return row_bytes, num_rows * fits
+    return (row_bytes, num_rows) if fits else None
 
 
 class _Carried(HeaderBlocks):
@@ -186,9 +182,8 @@ class _Carried(HeaderBlocks):
     workers into its place, from which the worker's ranks take their blocks.
     """
 
-    def __init__(self, channel: Channel, row_bytes: int, num_rows: int) -> None:
+    def __init__(self, channel: Any, row_bytes: int, num_rows: int) -> None:
         wire = channel.wire
-        assert wire is not None
         super().__init__(wire, carried_bytes(row_bytes * num_rows))
         self._channel, self._where = channel, wire.where
         self._row_bytes, self._alone = row_bytes, wire.alone

@@ -39,7 +39,7 @@ from hpcstrat.engine.calls.field_checks import (
 )
 from hpcstrat.engine.calls.reduction_arrays import require_fitting
 from hpcstrat.engine.calls.repeated_moves import Move, RepeatedMoves
-from hpcstrat.engine.channel.call import Call, describe_call
+from hpcstrat.engine.channel.call import describe_call
 from hpcstrat.engine.tree import unflatten
 from hpcstrat.engine.typing import Array, Tree
 
@@ -138,9 +138,9 @@ class FieldMoves:
         if outs is not None:
             require_fitting(outs, results, False)
         check = functools.partial(halo_problem, halo=halo, pads=0)
-        call = self._call(_halo_text(what, halo), arrays, structure, lines)
-        kernel = what, (*halo, lines), tree
-        move = self._move(call, arrays, lines, kernel, plan=plan, check=check)
+        text, fields = _halo_text(what, halo), (arrays, structure, lines)
+        given = what, (*halo, lines), tree
+        move = self._move(text, fields, given, plan=plan, check=check)
         return unflatten(structure, list(self._moves.make(replace(move, outs=outs))))
 
     def halo_adjoint(
@@ -206,9 +206,8 @@ class FieldMoves:
             return blocks, kinds
 
         check = functools.partial(halo_problem, halo=halo, pads=pads)
-        call = self._call(_halo_text(what, halo), arrays, structure, lines)
-        kernel = what, name, tree
-        move = self._move(call, arrays, lines, kernel, plan=plan, check=check)
+        text, fields = _halo_text(what, halo), (arrays, structure, lines)
+        move = self._move(text, fields, (what, name, tree), plan=plan, check=check)
         return unflatten(structure, self._added(self._moves.make(move), key))
 
     def _added(self, found: Sequence[Array], key: Any) -> list[Array]:
@@ -267,33 +266,35 @@ class FieldMoves:
             return transpose_blocks(shapes, sizes, axes, lines, self.rank), results
 
         check = functools.partial(transpose_problem, split=split)
-        text, kernel = f"{what}(split={split}, whole={whole})", (split, whole, lines)
-        call = self._call(text, arrays, structure, lines)
-        kernel = what, kernel, tree
-        move = self._move(call, arrays, lines, kernel, plan=plan, check=check)
+        text, fields = (
+            f"{what}(split={split}, whole={whole})",
+            (arrays, structure, lines),
+        )
+        given = what, (split, whole, lines), tree
+        move = self._move(text, (*fields, lines), given, plan=plan, check=check)
         return unflatten(structure, list(self._moves.make(move)))
-
-    def _call(
-        self, text: str, arrays: list[Array], structure: Any, lines: Lines
-    ) -> Call:
-        kinds = ", ".join(f"{a.dtype} of {a.ndim} dimensions" for a in arrays)
-        if len(arrays) > 1:
-            kinds += f" in {structure}"
-        if len(lines) > 1:
-            kinds += f" in lines {lines}"
-        return describe_call(text, kinds, sum(array.nbytes for array in arrays))
 
     def _move(
         self,
-        call: Call,
-        arrays: list[Array],
-        lines: Lines,
+        text: str,
+        fields: tuple[list[Array], Any, Lines],
         given: tuple[str, Any, Any],
         *,
         plan: Callable[[Shapes], tuple[MoveBlocks, Kinds]],
         check: Callable[[Shapes, Sequence[int]], Exception | None],
     ) -> Move:
-        """Return a call whose blocks depend on the shapes of all ranks' arrays."""
+        """Return a call whose blocks depend on the shapes of all ranks' arrays.
+
+        ``fields`` are the arrays, their structure, and the lines of ranks. ``check``
+        returns an error if the shapes of a line's arrays do not fit.
+        """
+        arrays, structure, lines = fields
+        kinds = ", ".join(f"{a.dtype} of {a.ndim} dimensions" for a in arrays)
+        if len(arrays) > 1:
+            kinds += f" in {structure}"
+        if len(lines) > 1:
+            kinds += f" in lines {lines}"
+        call = describe_call(text, kinds, sum(array.nbytes for array in arrays))
         own = tuple(array.shape for array in arrays)
         ends = [0, *itertools.accumulate(map(len, own))]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
@@ -223,12 +222,31 @@ class Reductions:
         plan = self._plans.get(key)
         if plan is None:
             op, what, structure = request
-            make: Any = self._plan
             group = self._group(what, options) if on_gpu else None
-            if group is not None:
-                # `_group` may have made calls: report later errors in a new entry.
-                make = functools.partial(self.collectives.call, what, make)
-            plan = self._plans[key] = make(request, arrays, options, group)
+
+            def make() -> Plan:
+                # Refuse wrong arrays before the header, which then reports the error.
+                for array in arrays:
+                    to_reducible(array, op)
+                    if group is not None:
+                        group.require_own(array)
+                return plan_reduction(
+                    request,
+                    arrays,
+                    options,
+                    self.collectives.channel,
+                    self._ops,
+                    allocate=self._recycler.arrays,
+                    group=group,
+                    areas=self._areas,
+                )
+
+            # `_group` may have made calls: report later errors in a new entry.
+            made = make() if group is None else self.collectives.call(what, make)
+            # Limit the memory of the plans in programs that always use new shapes.
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = made
             plain = structure is None or structure == list_structure(len(arrays))
             if isinstance(plan, KernelPlan) and plain and options is self._options:
                 # All forms in which callers pass the operation.
@@ -298,33 +316,6 @@ class Reductions:
         channel = self.collectives.channel
         seconds = options.timeout_seconds
         return None if channel is None else device_group(channel, what, seconds)
-
-    def _plan(
-        self,
-        request: _Request,
-        arrays: list[Array],
-        options: CommunicationOptions,
-        group: DeviceGroup | None,
-    ) -> Plan:
-        # Refuse wrong arrays before the header, which then reports the error.
-        for array in arrays:
-            to_reducible(array, request[0])
-            if group is not None:
-                group.require_own(array)
-        # Limit the memory of the plans in programs that always use new shapes.
-        if len(self._plans) >= _MOST_PLANS:
-            self._plans.clear()
-        channel = self.collectives.channel
-        return plan_reduction(
-            request,
-            arrays,
-            options,
-            channel,
-            self._ops,
-            allocate=self._recycler.arrays,
-            group=group,
-            areas=self._areas,
-        )
 
     @without_fp_warnings
     def _reduce_rows(self, op: ReduceOp, rows: IndexedSlices, what: str) -> Any:
