@@ -207,8 +207,8 @@ MUTANTS = (
     _m(
         "order: slices are added in another order",
         "3:slices",
-        "add_in_order(terms, total)\n        if topology",
-        "add_in_order(terms[::-1], total)\n        if topology",
+        "add_in_order(terms, total)\n            if topology",
+        "add_in_order(terms[::-1], total)\n            if topology",
     ),
     _m(
         "order: mapped arrays are added in another order",

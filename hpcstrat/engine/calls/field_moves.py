@@ -266,12 +266,9 @@ class FieldMoves:
             return transpose_blocks(shapes, sizes, axes, lines, self.rank), results
 
         check = functools.partial(transpose_problem, split=split)
-        text, fields = (
-            f"{what}(split={split}, whole={whole})",
-            (arrays, structure, lines),
-        )
+        text, fields = f"{what}({split=!s}, {whole=!s})", (arrays, structure, lines)
         given = what, (split, whole, lines), tree
-        move = self._move(text, (*fields, lines), given, plan=plan, check=check)
+        move = self._move(text, fields, given, plan=plan, check=check)
         return unflatten(structure, list(self._moves.make(move)))
 
     def _move(
@@ -315,5 +312,4 @@ class FieldMoves:
 
 
 def _halo_text(what: str, halo: Halo) -> str:
-    width = f"({halo.before}, {halo.after})"
-    return f"{what}(axis={halo.axis}, width={width}, periodic={halo.periodic})"
+    return f"{what}(axis={halo.axis}, width={halo[1:3]}, periodic={halo.periodic})"

@@ -82,7 +82,7 @@ class Moves:
         self, what: str, name: None, own: Array, parts: Sequence[Array]
     ) -> None:
         self.check_parts(parts, own)
-        call = describe_arrays(what, own, [flat_view(part) for part in parts])
+        call = describe_arrays(what, own, parts)
         sizes = [part.nbytes for part in parts]
         blocks = gathered_blocks([(n,) for n in sizes], (1,), (1,), self.rank)
         takes = [b._replace(array=b.rank, at=0) for b in blocks.takes]
