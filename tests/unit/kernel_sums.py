@@ -28,6 +28,8 @@ TYPES.append(np.dtype(ml_dtypes.bfloat16))
 ORDERED = [dtype for dtype in TYPES if dtype.kind != "c"]
 OPERATIONS = ["SUM", "MEAN", "MAX", "MIN"]
 DONE, HEADER_AWAITED, STEP_AWAITED, DIFFERS, STEP_DIFFERS, HEADER_SENT = range(6)
+# Values of `Worker.reads`.
+SOMETIMES, ALWAYS = 1, 2
 
 
 class Worker:
@@ -41,11 +43,11 @@ class Worker:
         self.kernels = [
             module.Kernel(memory, *sizes, rank, ranks) for rank in range(ranks)
         ]
-        # True if ranks read each other's arrays in calls that move data.
-        self.reads = False
+        # Whether ranks read each other's arrays in calls that move data: 0 for never.
+        self.reads = 0
 
-    def read_arrays(self) -> None:
-        """Let ranks read each other's arrays, if the operating system allows it."""
+    def read_arrays(self, calls: int) -> None:
+        """Let ranks read each other's arrays in some or all calls, if they may."""
         tokens = [bytes([rank]) * 16 for rank in range(len(self.kernels))]
         told = [
             (os.getpid(), kernel.offer(token), token)
@@ -56,7 +58,7 @@ class Worker:
             for kernel in self.kernels
             for rank, one in enumerate(told)
         ]
-        self.reads = all(reads)
+        self.reads = calls * all(reads)
 
     def sums(
         self,

@@ -31,7 +31,8 @@ class HeaderSum:
         assert channel.wire is not None
         self._wire, self._divisor, self._function = channel.wire, divisor, function
         values = HeaderBlocks(channel.wire, header_bytes(piece))
-        self.nbytes, self.take = values.nbytes, values.take
+        self.nbytes = self.own_bytes = values.nbytes
+        self.take = values.take
         # For each run: all workers' values in worker order; empty except on the first
         # rank of a worker.
         self._terms: list[list[Array]] = []

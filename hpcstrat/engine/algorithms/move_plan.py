@@ -25,7 +25,6 @@ from hpcstrat.engine.algorithms.plan import (
     Kinds,
     Plan,
     SentValues,
-    cached_piece_bytes,
     is_plain,
     without_memory,
 )
@@ -38,10 +37,11 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["plan_move", "sent_in_header"]
 
-# Ranks read streams from this size on in each other's memory, instead of copying them
-# through the places of the rings: each byte is copied once. Below, this is slower: two
-# ranks gather 256 KiB into given arrays in 227 us by reading, and in 126 us by copying.
-_LEAST_READ_BYTES = 512 << 10
+# Ranks may read streams from this size on in each other's memory, instead of copying
+# them through the places of the rings. The kernel measures which way is faster. Ranks
+# that share cores wait too long for each other to measure it.
+_LEAST_READ_BYTES = 128 << 10
+_LEAST_ALWAYS_READ_BYTES = 512 << 10
 # Results from this size on use recycled memory; the kernel allocates smaller ones. The
 # Python code of the recycler takes 10 us, longer than the allocation of 1 MiB.
 _LEAST_RECYCLED_BYTES = 4 << 20
@@ -62,19 +62,18 @@ def plan_move(
     ``kinds`` are those of this rank's arrays, and of its results.
     """
     kernel = None if channel is None else channel.kernel
-    sent = None if channel is None else sent_in_header(blocks.nbytes, channel)
+    sent = None
+    if channel is not None:
+        own_bytes = blocks.streams[channel.topology.replica_id]
+        sent = sent_in_header(blocks.nbytes, channel, own_bytes)
     if channel is None or kernel is None or (channel.wire is not None and sent is None):
         return MovePlan(call, blocks, kinds[1], channel, allocate)
     topology = channel.topology
     ranks = list(range(topology.num_replicas))
-    piece_bytes = cached_piece_bytes(topology.slot_bytes, topology)
+    piece_bytes = topology.slot_bytes
     if channel.wire is not None and sent is not None:
         ranks = [worker for worker, _ in channel.wire.where]
         piece_bytes = sent.place_bytes
-    # Ranks read each other's arrays, or none of them does.
-    most = max(*map(len, kinds), topology.num_replicas)
-    large = blocks.nbytes >= _LEAST_READ_BYTES and most < _MOST_READ_ARRAYS
-    reads = large and blocks.readable and channel.wire is None and channel.reads_memory
     likes, result_likes = map(without_memory, kinds)
     longest = max((like.nbytes for like in result_likes), default=0)
     recycles = longest >= _LEAST_RECYCLED_BYTES
@@ -90,13 +89,29 @@ def plan_move(
         call,
         call.digest,
         functools.partial(allocate, kinds[1]) if recycles else None,
-        reads,
+        _reads(blocks, max(map(len, kinds)), channel),
         _numbers([source for source, _ in blocks.copies], ranks),
         _numbers([*(b for _, b in blocks.copies), *blocks.zeros], ranks),
     )
     plan = KernelPlan(call, kinds[1], channel, allocate, one=one, carried=sent)
     plan.own = blocks.own
     return plan
+
+
+def _reads(blocks: MoveBlocks, most: int, channel: Channel) -> int:
+    """Return whether ranks read each other's arrays; the same on every rank.
+
+    ``most`` is the number of this rank's arrays or results. Returns 0 for no, 1 for
+    calls in which this is faster, 2 for all calls. Ranks that share cores always do,
+    because each piece in a place would cost them a switch.
+    """
+    topology = channel.topology
+    shares_cores = topology.shares_cores
+    least = _LEAST_ALWAYS_READ_BYTES if shares_cores else _LEAST_READ_BYTES
+    large = blocks.nbytes >= least and blocks.readable
+    few = max(most, topology.num_replicas) < _MOST_READ_ARRAYS
+    may = channel.wire is None and channel.reads_memory
+    return (2 if shares_cores else 1) * (large and few and may)
 
 
 class MovePlan(Plan):
@@ -113,7 +128,10 @@ class MovePlan(Plan):
         super().__init__(call, results, channel, allocate)
         self._blocks, self._takes, self.own = blocks, blocks.takes, blocks.own
         rows = None if channel is None else _rows_in_header(blocks.nbytes, channel)
-        self._carried = None if rows is None else _Carried(channel, *rows)
+        self._carried = None
+        if channel is not None and rows is not None:
+            own_bytes = blocks.streams[channel.topology.replica_id]
+            self._carried = _Carried(channel, *rows, own_bytes)
 
     def steps(
         self, arrays: Sequence[Array], results: Sequence[Array], *, waits: bool = False
@@ -152,12 +170,19 @@ class MovePlan(Plan):
                 result[...] = array
 
 
-def sent_in_header(nbytes: int, channel: Channel) -> SentValues | None:
-    """Return streams of a size in a header, from the kernel; None if it cannot."""
+def sent_in_header(
+    nbytes: int, channel: Channel, own_bytes: int | None = None
+) -> SentValues | None:
+    """Return streams of a size in a header, from the kernel; None if it cannot.
+
+    ``own_bytes`` is the size of this rank's stream; default: ``nbytes``.
+    """
     rows, wire = _rows_in_header(nbytes, channel), channel.wire
     if rows is None or wire is None or wire.values is None or rows[1] > 1:
         return None
-    return SentValues(wire.values, wire, carried_bytes(rows[0]))
+    own_bytes = nbytes if own_bytes is None else own_bytes
+    sizes = carried_bytes(rows[0]), carried_bytes(own_bytes)
+    return SentValues(wire.values, wire, sizes[0], min(sizes))
 
 
 def _rows_in_header(nbytes: int, channel: Channel) -> tuple[int, int] | None:
@@ -182,11 +207,15 @@ class _Carried(HeaderBlocks):
     workers into its place, from which the worker's ranks take their blocks.
     """
 
-    def __init__(self, channel: Any, row_bytes: int, num_rows: int) -> None:
+    def __init__(
+        self, channel: Any, row_bytes: int, num_rows: int, own_bytes: int
+    ) -> None:
         wire = channel.wire
         super().__init__(wire, carried_bytes(row_bytes * num_rows))
         self._channel, self._where = channel, wire.where
         self._row_bytes, self._alone = row_bytes, wire.alone
+        if wire.alone:
+            self.own_bytes = min(self.nbytes, carried_bytes(own_bytes))
         self._index = channel.topology.worker_comm.rank
         # This worker's streams; only on its first rank.
         self._own = (

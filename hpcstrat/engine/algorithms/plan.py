@@ -254,12 +254,20 @@ def _rest(channel: Any, call: Call, one: Any, *, waits: bool) -> WaitSteps:
 class SentValues:
     """The `HeaderPayload` of a call whose values the kernel copies and adds.
 
-    ``nbytes`` is the size in bytes of the values of each worker. With two workers, the
+    ``nbytes`` is the size in bytes of the values of each worker, and ``own_bytes`` that
+    of the values which this worker has; default: the same. With two workers, the
     kernel's places are parts of the messages; with more, values are copied.
     """
 
-    def __init__(self, values: WorkerValues, headers: WireHeaders, nbytes: int) -> None:
+    def __init__(
+        self,
+        values: WorkerValues,
+        headers: WireHeaders,
+        nbytes: int,
+        own_bytes: int | None = None,
+    ) -> None:
         self.nbytes, self.place_bytes = nbytes, values.place_bytes
+        self.own_bytes = nbytes if own_bytes is None else own_bytes
         places, me = values.places[:, :nbytes], headers.worker
         most = max(headers.counts)
         # The values of this worker and of the next workers, in the messages it sends.
@@ -282,7 +290,7 @@ class SentValues:
                 ]
         # Lets the kernel find the records of all workers, and add their values.
         self.finish = values.kernel.arrive
-        self.exchange = headers.exchange(nbytes)
+        self.exchange = headers.exchange(nbytes, self.own_bytes)
 
     def gather(self) -> None:
         """Copy this worker's values from its place behind the header of its message."""

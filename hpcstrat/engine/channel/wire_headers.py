@@ -189,17 +189,23 @@ class WireHeaders(Waitable):
             comm.Recv_init(came, source, _TAG)
             for came, (_, source) in zip(self.came, self._peers, strict=False)
         ]
-        # The requests of each hop, by the size of a worker's values.
-        self._kept: dict[int, list[_Requests]] = {}
-        self._requests_for(0)
+        # The requests of each hop, by the sizes of each worker's values and of its own.
+        self._kept: dict[tuple[int, int], list[_Requests]] = {}
+        self._requests_for(0, 0)
         # The running comparison of a header, as a generator; whether it has ended,
         # whether messages are under way, and whether all headers so far are equal.
         self._steps: Iterator[None] = iter(())
         self._done, self._travels, self._same = True, False, True
 
-    def _requests_for(self, nbytes: int) -> list[_Requests]:
-        """Return the requests of all hops for ``nbytes`` of values per worker."""
-        found = self._kept.get(nbytes)
+    def _requests_for(self, nbytes: int, own_bytes: int) -> list[_Requests]:
+        """Return the requests of all hops for ``nbytes`` of values per worker.
+
+        They are kept; `carried_bytes` limits the number of different sizes. In a single
+        message between two workers, this one sends only ``own_bytes`` of its values.
+        """
+        if len(self.came) != 1 or HEADER_BYTES + nbytes > EAGER_BYTES:
+            own_bytes = nbytes
+        found = self._kept.get((nbytes, own_bytes))
         if found is None:
             found, make = [], self._comm
             for hop, came in enumerate(self.came):
@@ -209,20 +215,21 @@ class WireHeaders(Waitable):
                     slice(start, min(start + EAGER_BYTES, end))
                     for start in range(0, end, EAGER_BYTES)
                 ]
-                first, *sends = [make.Send_init(self.out[c], to, _TAG) for c in cuts]
+                sent = [slice(cut.start, cut.stop - nbytes + own_bytes) for cut in cuts]
+                first, *sends = [make.Send_init(self.out[c], to, _TAG) for c in sent]
                 receives = [make.Recv_init(came[c], source, _TAG) for c in cuts[1:]]
                 found.append((first, sends, receives))
-            self._kept[nbytes] = found
+            self._kept[nbytes, own_bytes] = found
         return found
 
-    def exchange(self, nbytes: int) -> tuple[Any, ...]:
+    def exchange(self, nbytes: int, own_bytes: int) -> tuple[Any, ...]:
         """Return what the kernel needs to exchange headers with values of ``nbytes``.
 
         Functions that start the send and the receive of one message, and test the
         receive and the send; then ``nbytes``. An empty tuple if the kernel cannot
         exchange the messages, because there are more than one.
         """
-        requests = self._requests_for(nbytes)
+        requests = self._requests_for(nbytes, own_bytes)
         if self.values is None or len(requests) > 1 or requests[0][1]:
             return ()
         sent, received = requests[0][0], self._receives[0]
@@ -299,7 +306,8 @@ class WireHeaders(Waitable):
         self, own: bytes, load: HeaderPayload | None, sent: bool
     ) -> Iterator[None]:
         """Exchange headers with the other workers; yield while messages are missing."""
-        requests = self._requests_for(0 if load is None else load.nbytes)
+        sizes = (0, 0) if load is None else (load.nbytes, load.own_bytes)
+        requests = self._requests_for(*sizes)
         if not sent:
             if load is not None:
                 load.gather()
@@ -319,10 +327,10 @@ class WireHeaders(Waitable):
                 # From now on this rank sends a header that reports the difference. It
                 # must still receive the values that follow the received header: if not,
                 # they would arrive in the receives of the next call.
-                self._same, load, requests = False, None, self._requests_for(0)
+                self._same, load, requests = False, None, self._requests_for(0, 0)
                 self._header[:] = _DIFFERENT
                 nbytes = max(0, _HEADER.unpack(header)[-1] >> _FLAG_BITS)
-                receives = self._requests_for(nbytes)[hop][-1]
+                receives = self._requests_for(nbytes, nbytes)[hop][-1]
             behind += _started(receives)
             while behind and not type(behind[0]).Testall(behind):
                 yield
@@ -349,7 +357,8 @@ class HeaderBlocks:
     """
 
     def __init__(self, headers: WireHeaders, nbytes: int) -> None:
-        self.nbytes, self.num_workers = nbytes, headers.num_workers
+        self.nbytes = self.own_bytes = nbytes
+        self.num_workers = headers.num_workers
         self.in_order: list[Any] = []
         # For each hop of the header: destination and source of the received values
         # that later hops send on.

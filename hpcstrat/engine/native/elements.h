@@ -7,7 +7,7 @@
 #include "loops.h"
 
 #if defined(__x86_64__)
-#include <emmintrin.h>
+#include <immintrin.h>
 #define RELAX() _mm_pause()
 #define FENCE() _mm_sfence()
 #else
@@ -261,19 +261,44 @@ enum { NUM_TYPES = sizeof TYPES / sizeof *TYPES };
 
 enum { LINE = 64 };
 
+#if defined(__x86_64__)
+/* Copy whole lines, to memory that begins with a line, by stores that bypass the cache. Stores of
+ * 32 bytes take four fifths of the time of stores of 16 bytes. */
+__attribute__((target("avx2"))) static void stream_wide(char *to, const char *from, size_t lines) {
+    for (; lines; lines--, to += LINE, from += LINE) {
+        __m256i low = _mm256_loadu_si256((const __m256i *)from),
+                high = _mm256_loadu_si256((const __m256i *)(from + 32));
+        _mm256_stream_si256((__m256i *)to, low);
+        _mm256_stream_si256((__m256i *)(to + 32), high);
+    }
+}
+
+static void stream_lines(char *to, const char *from, size_t lines) {
+    if (__builtin_cpu_supports("avx2")) {
+        stream_wide(to, from, lines);
+        return;
+    }
+    for (size_t i = 0; i < lines * LINE; i += 16)
+        _mm_stream_si128((__m128i *)(to + i), _mm_loadu_si128((const __m128i *)(from + i)));
+}
+#endif
+
 /* Copy bytes. If `past_cache` is true, the stores bypass the cache if the processor supports that,
  * and the caller must execute FENCE afterwards. */
 static void copy(char *to, const char *from, size_t nbytes, int past_cache) {
+    /* In one call, memcpy of glibc takes up to twice as long for several MiB. */
+    enum { MOST = 64 << 10 };
 #if defined(__x86_64__)
     size_t head = -(uintptr_t)to & (LINE - 1);
     if (past_cache && head < nbytes) {
         memcpy(to, from, head);
-        for (to += head, from += head, nbytes -= head; nbytes >= LINE; nbytes -= LINE) {
-            for (int j = 0; j < LINE; j += 16, to += 16, from += 16)
-                _mm_stream_si128((__m128i *)to, _mm_loadu_si128((const __m128i *)from));
-        }
+        to += head, from += head, nbytes -= head;
+        size_t whole = nbytes & ~(size_t)(LINE - 1);
+        stream_lines(to, from, whole / LINE);
+        to += whole, from += whole, nbytes -= whole;
     }
 #endif
     (void)past_cache;
+    for (; nbytes > MOST; to += MOST, from += MOST, nbytes -= MOST) memcpy(to, from, MOST);
     memcpy(to, from, nbytes);
 }

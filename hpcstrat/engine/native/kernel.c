@@ -42,18 +42,20 @@
 #include "elements.h"
 
 enum { DONE, HEADER_AWAITED, STEP_AWAITED, DIFFERS, STEP_DIFFERS, HEADER_SENT, NOT_READ };
-enum { CHUNK = 8 << 10, UNLOCKED_FROM = 16 << 10, MOST_SOURCES = 2048 };
+enum { CHUNK = 8 << 10, UNLOCKED_FROM = 16 << 10, ADDRESSES_BYTES = 32 << 10 };
+enum { PART = 16 << 10, FEW_BLOCKS = 8 };
 
 /* ---- Copies --------------------------------------------------------------------------- */
 
 /* Forms of a call: whether copies into places, and copies of results, bypass the cache. The fastest
  * form depends on the cores of the ranks, which may change. So each rank tries all forms, repeats
- * these trials from time to time, and uses the fastest form. All forms write the same values. */
-enum { PLAIN, STREAM_PLACES, STREAM_RESULTS, NUM_FORMS = 4, STREAM_FROM = 64 << 10 };
+ * these trials from time to time, and uses the fastest form. All forms write the same values.
+ * DIRECT is a form of all ranks together, see `wants_direct`: they read each other's arrays. */
+enum { PLAIN, STREAM_PLACES, STREAM_RESULTS, DIRECT = 4, NUM_FORMS = 4, STREAM_FROM = 64 << 10 };
 enum { BETWEEN_TRIALS = 32, ODD_CALLS = 6, MOST_PATIENCE = 6, LONG_FROM = 8 << 20 };
 
 typedef struct {
-    double seconds[NUM_FORMS];
+    double seconds[NUM_FORMS + 1];
     /* Number of calls; of successive calls with an unusual time; of requests for new trials. */
     unsigned calls, odd, patience;
     /* The fastest form, and the form of the last call. */
@@ -65,13 +67,22 @@ typedef struct {
  * `lengthy` call this effect is small, and one call is enough. Short calls try each form twice. */
 static unsigned first_trials(int lengthy) { return lengthy ? NUM_FORMS : 4 * NUM_FORMS; }
 
+/* Return the fastest form of this rank. Results that bypass the cache cost the program the time to
+ * read them from memory, so that these forms must be a twentieth faster. */
+static int fastest(const trials *of) {
+    int best = 0;
+    double least = of->seconds[0];
+    for (int form = 1; form < NUM_FORMS; form++) {
+        double seconds = of->seconds[form] * (form & STREAM_RESULTS ? 1.05 : 1);
+        if (seconds < least) best = form, least = seconds;
+    }
+    return best;
+}
+
 static int next_form(trials *of, int lengthy) {
     unsigned turn = of->calls % BETWEEN_TRIALS, round = of->calls / BETWEEN_TRIALS;
     unsigned each = lengthy ? 1 : 2;
-    int best = 0;
-    for (int form = 1; form < NUM_FORMS; form++)
-        if (of->seconds[form] < of->seconds[best]) best = form;
-    of->best = best;
+    int best = of->best = fastest(of);
     if (of->calls++ < first_trials(lengthy)) return (int)(turn / each) % NUM_FORMS;
     int other = (best + 1 + (int)(round % (NUM_FORMS - 1))) % NUM_FORMS;
     /* Forms that were much slower are seldom tried again. */
@@ -118,11 +129,15 @@ typedef struct {
     _Atomic uint64_t trials;
     /* 1 while this rank sleeps until all ranks' records have this tick, see `sleep_for_records`. */
     _Atomic uint32_t asleep;
-    char unused[20];
+    /* For a call in which ranks may read each other's arrays: ADDRESSED, if this rank's place has the
+     * addresses of its arrays, and WISHED, if rank 0 wishes the next such call to be direct. */
+    _Atomic uint32_t ways;
+    char unused[16];
 } record;
 _Static_assert(sizeof(record) == LINE, "a record fills a cache line");
 
 typedef struct sum sum;
+enum { ADDRESSED = 1, WISHED = 2 };
 enum { NUM_SLOTS = 64, TOKEN_BYTES = 16 };
 
 typedef struct {
@@ -144,6 +159,8 @@ typedef struct {
     int rank, size;
     /* Number of rounds of trials so far, equal on all ranks, and the number this rank requests. */
     uint64_t num_trials, wanted_trials;
+    /* The value of `ways` for the next record. */
+    uint32_t ways;
     Py_buffer segment;
     /* Hash table of the sums for `repeat`, by the shape of an array, or the number of arrays. */
     sum *repeated[NUM_SLOTS];
@@ -208,6 +225,7 @@ static void post(kernel *k, int64_t run, uint64_t digest, uint64_t flags) {
     atomic_store_explicit(&own->digest, digest, memory_order_relaxed);
     atomic_store_explicit(&own->flags, flags, memory_order_relaxed);
     atomic_store_explicit(&own->trials, k->wanted_trials, memory_order_relaxed);
+    atomic_store_explicit(&own->ways, k->ways, memory_order_relaxed);
     /* A rank that reads this tick sees all earlier stores of this rank. */
     atomic_store_explicit(&own->tick, k->tick, memory_order_release);
 }
@@ -377,8 +395,10 @@ struct sum {
      * elements of the longest part. `put`, `taken` and `piece` then count elements. */
     const type *of;
     size_t longest;
-    /* Whether ranks read each other's arrays, instead of copying them into places. */
-    int direct;
+    /* Whether ranks read each other's arrays in some calls, or in all calls, instead of copying them
+     * into places; whether they do in this call, and probably in the next. */
+    enum { NEVER, SOMETIMES, ALWAYS } reads;
+    int direct, next_direct;
     /* Rank 0's place of this piece, and of the next; the places of the other ranks follow at
      * multiples of `stride`. */
     char *place, *after;
@@ -386,14 +406,15 @@ struct sum {
     char *first;
     size_t stride, turn;
     /* `near`: own values are read from the source array, not from the place; `form`: the copies
-     * that bypass the cache; `follows`: there is a next piece; `in_place`: results overwrite
-     * sources. */
-    int near, form, follows, in_place;
-    /* Trials of calls into other memory, and of calls in place. `lap`: the number of bytes summed
-     * in the present lap, see `begin_lap`. */
-    trials kinds[2];
+     * that bypass the cache; `follows`: there is a next piece; `results_are`: where the call writes
+     * its results, over the sources, into arrays of the caller, or into new arrays. */
+    int near, form, follows;
+    enum { IN_PLACE, GIVEN, NEW, NUM_KINDS } results_are;
+    /* Trials of the calls that write their results to the same kind of memory: new arrays are seldom
+     * in the cache. `lap`: the number of bytes summed in the present lap, see `begin_lap`. */
+    trials kinds[NUM_KINDS];
     uint64_t num_trials;
-    enum { IDLE, IN_HEADER, IN_STEP } state;
+    enum { IDLE, IN_HEADER, IN_PLACES, IN_STEP } state;
     double seconds;
     int timed;
     size_t lap;
@@ -588,12 +609,12 @@ static void copy_out(sum *s) {
     if (s->form & STREAM_RESULTS) FENCE();
 }
 
-/* Copy the bytes of a block between its array and the piece of the stream in a place; the piece
- * begins at byte `start` of the stream. Return whether bytes of the block are in the piece. */
+/* Copy the bytes of a block between its array and a part of the stream in a place; the part has
+ * `size` bytes, and begins at byte `start` of the stream. */
 static void copy_block(const sum *s, const block *b, char *array, char *place, size_t start,
-                       int takes) {
+                       size_t size, int takes) {
     size_t low = b->offset > start ? b->offset : start, high = b->offset + b->chunk * b->count;
-    if (high > start + s->piece) high = start + s->piece;
+    if (high > start + size) high = start + size;
     if (low >= high) return;
     size_t behind = low - b->offset, within = behind % b->chunk;
     char *begin = array + b->at + behind / b->chunk * b->stride;
@@ -623,6 +644,8 @@ static void keep_blocks(const sum *s) {
             size_t count = room < left ? room : left;
             if (!from)
                 memset(to, 0, count);
+            else if (count >= CHUNK)
+                copy(to, from, count, s->form & STREAM_RESULTS);
             else if (count == 8)
                 memcpy(to, from, 8);
             else
@@ -637,25 +660,47 @@ static void keep_blocks(const sum *s) {
     }
 }
 
-/* Copy the next piece of this rank's stream into its place. */
+/* Return whether the values that this rank takes from itself are in its result already. */
+static int are_here(const sum *s) {
+    return s->own_source >= 0 &&
+           s->entries[s->own_source].source == s->entries[s->own_result].target;
+}
+
+/* Copy the blocks that this rank takes from a rank, in a part of the present piece. */
+static void take_from(const sum *s, int rank, char *place, size_t start, size_t size) {
+    for (int i = 0; i < s->num_takes; i++) {
+        const block *b = s->takes + i;
+        if (b->rank == rank) copy_block(s, b, s->entries[b->array].target, place, start, size, 1);
+    }
+}
+
+/* Copy the next piece of this rank's stream into its place. After the header, copy the values that
+ * this rank takes from itself, too, while they are in the cache. */
 static void put_blocks(sum *s, char *place) {
     char *own = at(s, s->kernel->rank, place);
-    for (int i = 0; i < s->num_puts; i++) {
-        const block *b = s->puts + i;
-        copy_block(s, b, (char *)s->entries[b->array].source, own, s->put, 0);
+    int keeps = s->put && s->own_taken && !are_here(s);
+    size_t step = keeps && s->num_puts <= FEW_BLOCKS ? PART : s->piece;
+    for (size_t done = 0; done < s->piece && s->put < s->nbytes; done += step) {
+        size_t size = step < s->piece - done ? step : s->piece - done;
+        for (int i = 0; i < s->num_puts; i++) {
+            const block *b = s->puts + i;
+            char *array = (char *)s->entries[b->array].source;
+            copy_block(s, b, array, own + done, s->put, size, 0);
+        }
+        if (keeps) take_from(s, s->kernel->rank, own + done, s->put, size);
+        s->put += size;
     }
-    s->put += s->piece;
-    if (s->form & STREAM_PLACES) FENCE();
+    if (s->form) FENCE();
 }
 
 /* Copy the next piece of all ranks' streams from their places into the results. */
 static void take_blocks(sum *s) {
-    int here = s->own_source >= 0 &&
-               s->entries[s->own_source].source == s->entries[s->own_result].target;
+    int here = are_here(s);
     for (int i = 0; i < s->num_takes; i++) {
         const block *b = s->takes + i;
-        if (b->rank == s->kernel->rank && here) continue;
-        copy_block(s, b, s->entries[b->array].target, at(s, b->rank, s->place), s->taken, 1);
+        if (b->rank == s->kernel->rank && (here || s->taken)) continue;
+        char *array = s->entries[b->array].target;
+        copy_block(s, b, array, at(s, b->rank, s->place), s->taken, s->piece, 1);
     }
     /* What a rank sends only to itself is not in its stream. */
     if (!s->taken && s->own_source >= 0 && !s->own_taken && !here)
@@ -684,12 +729,13 @@ static void put_addresses(sum *s, char *place) {
 /* Copy all blocks from the arrays of their ranks; return whether this succeeded. */
 static int read_blocks(sum *s) {
     kernel *k = s->kernel;
-    int here = s->own_source >= 0 &&
-               s->entries[s->own_source].source == s->entries[s->own_result].target;
+    int here = are_here(s);
     if (s->own_source >= 0 && !s->own_taken && !here)
-        memcpy(s->entries[s->own_result].target, s->entries[s->own_source].source,
-               s->entries[s->own_source].count);
+        copy(s->entries[s->own_result].target, s->entries[s->own_source].source,
+             s->entries[s->own_source].count, 0);
     keep_blocks(s);
+    /* A call without values has no place. */
+    if (!s->nbytes) return 1;
     for (int shift = 0; shift < k->size; shift++) {
         /* Begin with the own values, then read from all ranks at the same time. */
         int rank = (k->rank + shift) % k->size;
@@ -709,7 +755,7 @@ static int read_blocks(sum *s) {
             }
             const char *from = (const char *)(uintptr_t)of[j].address;
             for (size_t n = 0; n < b->count; n++)
-                memcpy(to + n * b->stride, from + n * b->chunk, b->chunk);
+                copy(to + n * b->stride, from + n * b->chunk, b->chunk, 0);
         }
     }
     return 1;
@@ -779,20 +825,55 @@ static int has_more(const sum *s) {
 }
 
 static trials *trials_of(sum *s) {
-    return s->nbytes < STREAM_FROM || s->direct ? NULL : s->kinds + s->in_place;
+    int none = s->nbytes + s->kept_bytes < STREAM_FROM || s->reads == ALWAYS;
+    return none ? NULL : s->kinds + s->results_are;
+}
+
+/* Return whether the next call of this kind should be direct: if that is faster, or to measure the
+ * slower way again. Reading the memory of other processes is fast if they use huge pages. */
+static int wants_direct(trials *of, int lengthy) {
+    double direct = of->seconds[DIRECT], other = of->seconds[fastest(of)];
+    int faster = direct && direct < other, close = direct < 2 * other && other < 2 * direct;
+    if (faster) of->best = DIRECT;
+    unsigned first = first_trials(lengthy), round = of->calls / (2 * BETWEEN_TRIALS);
+    if (of->calls < first + 2) return of->calls >= first;
+    /* The two trials are between those of the other forms. */
+    unsigned turn = of->calls % (2 * BETWEEN_TRIALS) / 2;
+    int tries = turn == BETWEEN_TRIALS / 4 * 3 && (close || round % 16 == 0);
+    return tries ? !faster : faster;
+}
+
+/* After the header, let all ranks take the same way: return whether some ranks have written their
+ * addresses into their places, and other ranks their values. This is rare: usually all ranks have
+ * followed rank 0's wish in the last call. */
+static int agree_on_way(sum *s) {
+    kernel *k = s->kernel;
+    record *all = k->records + (k->tick & 1) * (size_t)k->size;
+    uint32_t first = atomic_load_explicit(&all->ways, memory_order_relaxed), mixed = 0;
+    for (int rank = 1; rank < k->size; rank++)
+        mixed |= first ^ atomic_load_explicit(&all[rank].ways, memory_order_relaxed);
+    s->next_direct = (first & WISHED) != 0;
+    return (mixed & ADDRESSED) != 0;
 }
 
 /* Begin to time a call, or a part of a long call, called a lap. Each lap of a long call may use
  * another form, so that the trial of a slow form does not slow down the whole call. */
 static void begin_lap(sum *s) {
     trials *of = trials_of(s);
-    s->form = of ? next_form(of, s->nbytes >= LONG_FROM) : PLAIN;
+    s->form = PLAIN;
+    if (of && s->direct)
+        s->form = DIRECT, of->calls++;
+    else if (of)
+        s->form = next_form(of, s->nbytes >= LONG_FROM);
     s->timed = of != NULL, s->lap = 0;
     s->seconds = of ? -now() : 0;
 }
 
 static void end_lap(sum *s) {
-    if (s->timed && learn(trials_of(s), s->form, s->seconds + now(), s->nbytes >= LONG_FROM))
+    int lengthy = s->nbytes >= LONG_FROM;
+    double seconds = s->seconds + now();
+    if (s->direct && lengthy) seconds *= (double)LONG_FROM / (double)s->nbytes;
+    if (s->timed && learn(trials_of(s), s->form, seconds, lengthy))
         s->kernel->wanted_trials = s->kernel->num_trials + 1;
 }
 
@@ -801,11 +882,17 @@ static void begin(sum *s) {
     s->laid = s->added = s->copied = start_of(s);
     s->put = s->taken = 0;
     if (s->num_trials != s->kernel->num_trials) {
-        for (int i = 0; i < 2; i++)
+        for (int i = 0; i < NUM_KINDS; i++)
             memset(s->kinds[i].seconds, 0, sizeof s->kinds[i].seconds), s->kinds[i].calls = 0;
         s->num_trials = s->kernel->num_trials;
     }
+    s->direct = s->reads == ALWAYS || (s->reads && s->next_direct);
     begin_lap(s);
+    if (s->reads == SOMETIMES) {
+        trials *of = trials_of(s);
+        int wished = of && s->kernel->rank == 0 && wants_direct(of, s->nbytes >= LONG_FROM);
+        s->kernel->ways = (s->direct ? ADDRESSED : 0) | (wished ? WISHED : 0);
+    }
     s->turn = 0;
     /* A call without values needs a place only for its header, in a message. */
     if (s->nbytes || !s->takes || s->kernel->slot == s->kernel->ring) {
@@ -822,13 +909,23 @@ static int advance(sum *s, long looks) {
     for (;;) {
         int found = look_often(k, looks);
         if (found == STEP_AWAITED) {
-            s->timed = 0;
+            /* A rank whose arrays others read may have nothing to do but wait. */
+            s->timed &= s->direct && s->state != IN_HEADER;
             return s->state == IN_HEADER ? HEADER_AWAITED : STEP_AWAITED;
         }
         if (found == DIFFERS) return s->state == IN_HEADER ? DIFFERS : STEP_DIFFERS;
         if (s->state == IN_HEADER && trials_of(s)) {
             agree_on_trials(k);
             s->seconds -= now();
+        }
+        if (s->state == IN_HEADER && s->reads == SOMETIMES && agree_on_way(s)) {
+            if (s->direct) {
+                s->direct = s->timed = 0, s->form = PLAIN;
+                lay_out(s, s->place);
+            }
+            s->state = IN_PLACES;
+            post(k, 0, s->digest ^ k->next, 0);
+            continue;
         }
         if (s->state == IN_STEP) {
             if (s->scattered) copy_out(s);
@@ -873,7 +970,7 @@ static int advance(sum *s, long looks) {
         }
     }
     s->state = IDLE;
-    if (s->nbytes < LONG_FROM || s->lap >= LONG_FROM) end_lap(s);
+    if (s->nbytes < LONG_FROM || s->lap >= LONG_FROM || s->direct) end_lap(s);
     return DONE;
 }
 
@@ -1024,7 +1121,8 @@ static int start(sum *s, PyObject *arrays, PyObject *results, int whole) {
         return good;
     }
     s->arrays = kept, s->results = into;
-    s->in_place = s->num_arrays && s->entries->source == s->entries->target;
+    int in_place = s->num_arrays && s->entries->source == s->entries->target;
+    s->results_are = in_place ? IN_PLACE : results == Py_None ? NEW : GIVEN;
     begin(s);
     return 1;
 }
@@ -1383,19 +1481,19 @@ static block *blocks_from(PyObject *numbers, PyObject *likes, const sum *s, size
 }
 
 /* move(kernel, puts, takes, nbytes, own_source, own_result, likes, result_likes, piece_bytes, call,
- * digest, allocate, direct, from, to): return an object like a Sum for calls that move data. Each rank
+ * digest, allocate, reads, from, to): return an object like a Sum for calls that move data. Each rank
  * has a stream of bytes, at most `nbytes` long: the blocks `puts` of its arrays. It takes the blocks
- * `takes` from the streams of all ranks into its results. If `direct` is true, they read each other's
- * arrays. It copies the blocks `from` of its arrays to the blocks `to` of its results, of equal sizes,
- * and fills the other blocks of `to` with zeros. */
+ * `takes` from the streams of all ranks into its results. If `reads` is 1, they read each other's
+ * arrays if that is faster, if 2 always. It copies the blocks `from` of its arrays to the blocks `to`
+ * of its results, of equal sizes, and fills the other blocks of `to` with zeros. */
 static PyObject *make_move(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *owner, *puts, *takes, *likes, *result_likes, *call, *allocate, *from, *to;
     Py_ssize_t nbytes, piece;
-    int own_source, own_result, direct;
+    int own_source, own_result, reads;
     unsigned long long digest;
-    if (!PyArg_ParseTuple(args, "O!OOniiO!O!nOKOpOO", kernel_type, &owner, &puts, &takes, &nbytes,
+    if (!PyArg_ParseTuple(args, "O!OOniiO!O!nOKOiOO", kernel_type, &owner, &puts, &takes, &nbytes,
                           &own_source, &own_result, &PyList_Type, &likes, &PyList_Type,
-                          &result_likes, &piece, &call, &digest, &allocate, &direct, &from, &to))
+                          &result_likes, &piece, &call, &digest, &allocate, &reads, &from, &to))
         return NULL;
     kernel *k = (kernel *)owner;
     Py_ssize_t num_arrays = PyList_Size(likes), num_results = PyList_Size(result_likes);
@@ -1442,16 +1540,13 @@ static PyObject *make_move(PyObject *Py_UNUSED(module), PyObject *args) {
         Py_DECREF(self);
         return PyErr_Format(PyExc_ValueError, "expected own arrays of equal sizes");
     }
-    s->direct = direct;
     size_t room = ((size_t)s->num_puts + 1) * sizeof(source);
-    if (direct && (!k->processes || room > k->slot || room > MOST_SOURCES * sizeof(source))) {
+    if (reads && (!k->processes || room > k->slot || room > ADDRESSES_BYTES)) {
         Py_DECREF(self);
         return PyErr_Format(PyExc_ValueError, "expected few arrays, which other ranks may read");
     }
-    if (direct)
-        place_pieces(s, MOST_SOURCES * sizeof(source), MOST_SOURCES * sizeof(source));
-    else
-        place_pieces(s, s->nbytes, s->piece);
+    s->reads = reads > ALWAYS ? ALWAYS : (unsigned)reads;
+    place_pieces(s, s->nbytes, s->piece);
     return self;
 }
 
@@ -1683,7 +1778,7 @@ PyMODINIT_FUNC PyInit_kernel(void) {
     int good = made && kernel_type && sum_type &&
                !PyModule_AddObjectRef(made, "Kernel", kernel_type) &&
                !PyModule_AddObjectRef(made, "Sum", sum_type) &&
-               !PyModule_AddIntConstant(made, "VERSION", 8);
+               !PyModule_AddIntConstant(made, "VERSION", 9);
     if (!good) Py_CLEAR(made);
     return made;
 }

@@ -607,7 +607,7 @@ CALLS: dict[str, type[Case]] = {
         )[:, None],
     ),
     "all_gather_into": cross("gather into", _gathered_into(3), _of_all(3)),
-    # Ranks read such arrays in each other's memory.
+    # Ranks that share cores read such arrays in each other's memory.
     "all_gather_large": cross("large", _gathered_into(70_000), _of_all(70_000)),
     "broadcast_into": cross(
         "broadcast into",

@@ -359,6 +359,14 @@ def test_the_form_of_copies_follows_the_cores(tmp_path: Path) -> None:
     assert forms[500:].count(0) > 90
 
 
+@pytest.mark.parametrize(("past_cache", "best"), [(0.97, 0), (0.9, 2)])
+def test_results_stay_in_the_cache_unless_that_is_slow(
+    tmp_path: Path, past_cache: float, best: int
+) -> None:
+    times = [1.0, 2.0, past_cache, 2.0]
+    assert _forms(tmp_path, times, times)[200:].count(best) > 370
+
+
 def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     made = tmp_path / "kernel.so"
     probe = subprocess.run(

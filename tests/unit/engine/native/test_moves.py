@@ -17,7 +17,16 @@ from hpcstrat.engine import native
 from hpcstrat.engine.algorithms.blocks import MoveBlocks, gathered_blocks, sent_blocks
 from hpcstrat.engine.algorithms.field_blocks import Halo, halo_blocks
 from hpcstrat.engine.native import type_codes
-from tests.unit.kernel_sums import DONE, TYPES, Worker, drawn, same_bits, wanted
+from tests.unit.kernel_sums import (
+    ALWAYS,
+    DONE,
+    SOMETIMES,
+    TYPES,
+    Worker,
+    drawn,
+    same_bits,
+    wanted,
+)
 from tests.whole_fields import halo_of, parts_of
 
 
@@ -188,13 +197,54 @@ def _in_own_type(terms: list[Any], dtype: np.dtype[Any]) -> Any:
 def test_moves_are_numpys(kernel: ModuleType, seed: int, ranks: int) -> None:
     draw = random.Random(seed)
     worker = Worker(kernel, ranks, draw.choice([256 << 10, 1 << 20]))
-    if draw.random() < 0.5:
-        worker.read_arrays()
+    if draw.random() < 0.7:
+        worker.read_arrays(draw.choice([SOMETIMES, ALWAYS]))
     kinds = [_gather, _all_to_all, _scatter, _halo]
     made = [draw.choice(kinds)(worker, draw) for _ in range(3)]
     _run(worker, draw, [calls for calls, _ in made])
     for _, check in made:
         check()
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32), ranks=st.integers(2, 4), pieces=st.integers(3, 4))
+def test_ranks_read_arrays_only_if_all_do(
+    kernel: ModuleType, seed: int, ranks: int, pieces: int
+) -> None:
+    """A rank without the others' memory of earlier calls makes them copy all pieces."""
+    worker, draw, piece = Worker(kernel, ranks, 1 << 20), random.Random(seed), 64 << 10
+    worker.read_arrays(SOMETIMES)
+    if not worker.reads:
+        pytest.skip("the operating system does not let processes read memory")
+    lengths = [(pieces * piece - 8 * rank,) for rank in range(ranks)]
+    rng = np.random.default_rng(draw.getrandbits(32))
+    arrays = [rng.integers(0, 99, one, np.uint8) for one in lengths]
+    rooms = [np.zeros(sum(*zip(*lengths, strict=True)), np.uint8) for _ in arrays]
+
+    def made(rank: int) -> tuple[Any, ...]:
+        blocks, given = gathered_blocks(lengths, (1,), (1,), rank), (arrays, rooms)
+        sources, results = ([some[rank]] for some in given)
+        return _move(worker, rank, blocks, sources, results, piece), sources, results
+
+    # Rank 0 first wishes that calls 16 and 17 read arrays.
+    calls, found = [made(rank) for rank in range(ranks)], []
+    forgets, forgetful = draw.choice([16, 17]), draw.randrange(ranks)
+    for number in range(20):
+        if number == forgets:
+            calls[forgetful] = made(forgetful)
+        for rank in range(ranks):
+            arrays[rank][:] += 1
+            rooms[rank][:] = 0
+        before = worker.kernels[0].tick
+        _run(worker, draw, [calls])
+        found.append(worker.kernels[0].tick - before)
+        for room in rooms:
+            np.testing.assert_array_equal(room, np.concatenate(arrays))
+    # The number of records: one for each piece, or a header and a last step.
+    wanted = [pieces] * 20
+    wanted[16:18] = 2, 2 if forgetful or forgets == 17 else pieces
+    wanted[forgets] = pieces + 1
+    assert found == wanted
 
 
 def test_blocks_outside_of_their_arrays_are_refused(kernel: ModuleType) -> None:
@@ -221,7 +271,7 @@ def test_blocks_outside_of_their_arrays_are_refused(kernel: ModuleType) -> None:
             "call",
             7,
             None,
-            False,
+            0,
             none,
             none,
         )
@@ -236,7 +286,7 @@ def test_copies_between_blocks_of_other_sizes_are_refused(kernel: ModuleType) ->
     worker, array = Worker(kernel, 2), np.zeros(10, np.uint8)
     none, whole = np.empty(0, np.int64), np.array((0, 0, 0, 0, 10, 1, 0))
     rows = np.array((0, 0, 0, 1, 3, 3, 3)), np.array((0, 0, 0, 0, 2, 5, 2))
-    how = none, none, 0, -1, -1, [array], [array.copy()], 64, "call", 7, None, False
+    how = none, none, 0, -1, -1, [array], [array.copy()], 64, "call", 7, None, 0
     for copied, kept in ((none, none), (none, whole), (whole, rows[1]), (whole, whole)):
         worker.module.move(worker.kernels[0], *how, copied, kept)
     for copied, kept in ((whole, rows[0]), (whole, none)):

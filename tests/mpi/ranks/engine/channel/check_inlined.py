@@ -247,3 +247,17 @@ def test_messages_are_made_for_few_sizes(workers: Any, job: Any) -> None:
         total = workers.reduce("sum", np.full(size, job.rank), axis=None)
         assert (total == sum(range(job.size))).all()
     assert len(set(headers._kept) - before) <= 4
+
+
+def test_a_rank_without_values_sends_only_a_header(workers: Any, job: Any) -> None:
+    headers = workers.collectives.channel.wire
+    if job.size != 2 or headers.num_workers != 2:
+        pytest.skip("only the message of one of two workers may be shorter")
+    before, own = set(headers._kept), np.full(5000, job.rank, np.uint8)
+    into = [np.empty_like(own) for _ in range(2)] if job.rank == 1 else None
+    workers.collectives.moves.gather_into(own, into, 1, "gather")
+    for rank, array in enumerate(into or ()):
+        assert (array == rank).all()
+    [(nbytes, sent)] = set(headers._kept) - before
+    assert nbytes >= own.nbytes
+    assert sent == (0 if job.rank == 1 else nbytes)
