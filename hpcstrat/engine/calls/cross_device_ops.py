@@ -278,10 +278,12 @@ class CrossDeviceOps:
 
         Parameters
         ----------
-        nbytes, options : as for `choose`
-            The size of the arrays, and the options of the call.
+        nbytes : int
+            Size of the arrays, as for `choose`.
         group : DeviceGroup
             The GPUs of the replicas, and the transports between them.
+        options : CommunicationOptions
+            Options of the call.
 
         Returns
         -------
