@@ -21,6 +21,7 @@ import numpy as np
 from hpcstrat.engine.algorithms.blocks import Block, MoveBlocks
 from hpcstrat.engine.algorithms.move_messages import move_by_messages
 from hpcstrat.engine.algorithms.plan import (
+    CopyPlan,
     KernelPlan,
     Kinds,
     Plan,
@@ -61,6 +62,8 @@ def plan_move(
 
     ``kinds`` are those of this rank's arrays, and of its results.
     """
+    if channel is None and kinds[1] == kinds[0][: len(kinds[1])]:
+        return CopyPlan(call, kinds[1], None, allocate)
     kernel = None if channel is None else channel.kernel
     sent = None
     if channel is not None:

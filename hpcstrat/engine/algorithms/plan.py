@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings
 from hpcstrat.engine.arrays.kinds import is_device
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.channel import Channel
@@ -26,6 +27,7 @@ from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CollectiveError
 
 __all__ = [
+    "CopyPlan",
     "KernelPlan",
     "Kinds",
     "Plan",
@@ -121,6 +123,35 @@ class Plan:
         cannot write to the arrays meanwhile.
         """
         raise NotImplementedError
+
+
+class CopyPlan(Plan):
+    """A call of a single replica, or without elements: no rank sends anything."""
+
+    def run(
+        self,
+        arrays: Sequence[Array],
+        results: Sequence[Array],
+        timeout_seconds: float | None,
+    ) -> None:
+        """Copy the arrays, without the steps of a call if there is a single replica."""
+        if self.channel is None:
+            _copy(arrays, results)
+        else:
+            super().run(arrays, results, timeout_seconds)
+
+    def steps(
+        self, arrays: Sequence[Array], results: Sequence[Array], *, waits: bool = False
+    ) -> WaitSteps:
+        """Copy the arrays; see `Plan.steps`."""
+        yield HEADER
+        _copy(arrays, results)
+
+
+def _copy(arrays: Sequence[Array], results: Sequence[Array]) -> None:
+    # A root that broadcasts has no results.
+    for result, array in zip(results, arrays, strict=False):
+        call_without_fp_warnings(assign, result, ..., array)
 
 
 class KernelPlan(Plan):

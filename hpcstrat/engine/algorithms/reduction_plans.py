@@ -25,6 +25,7 @@ from hpcstrat.engine.algorithms.mapped_memory import (
     MappedSum,
 )
 from hpcstrat.engine.algorithms.plan import (
+    CopyPlan,
     KernelPlan,
     Kinds,
     Plan,
@@ -34,13 +35,12 @@ from hpcstrat.engine.algorithms.plan import (
     without_memory,
 )
 from hpcstrat.engine.algorithms.work import IN_HEADER, Choice, Work
-from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings
 from hpcstrat.engine.arrays.kinds import array_module
 from hpcstrat.engine.arrays.order_keys import from_keys, to_keys
 from hpcstrat.engine.arrays.packing import Piece, Signature, cut, wire_dtype
 from hpcstrat.engine.channel.call import Call, describe_call, signature_text
 from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
+from hpcstrat.engine.channel.waitable import WaitSteps
 from hpcstrat.engine.native import load, type_codes
 from hpcstrat.engine.options import (
     CommunicationImplementation,
@@ -49,7 +49,7 @@ from hpcstrat.engine.options import (
 )
 from hpcstrat.engine.typing import Array
 
-__all__ = ["AlgorithmPlan", "CopyPlan", "plan_reduction", "result_dtype"]
+__all__ = ["AlgorithmPlan", "plan_reduction", "result_dtype"]
 
 # The kernel allocates results below this size; larger results use recycled memory.
 _SMALL_BYTES = 32 << 10
@@ -75,18 +75,6 @@ class _Request:
         keys = tuple((np.dtype(f"u{d.itemsize}"), s) for d, s in self.signatures)
         results = tuple((shape, dtype) for dtype, shape in keys)
         return replace(self, op=ReduceOp.MAX, signatures=keys, results=results)
-
-
-class CopyPlan(Plan):
-    """A reduction of a single replica, or without elements: no rank sends anything."""
-
-    def steps(
-        self, arrays: Sequence[Array], results: Sequence[Array], *, waits: bool = False
-    ) -> WaitSteps:
-        """Copy the arrays; see `Plan.steps`."""
-        yield HEADER
-        for result, array in zip(results, arrays, strict=True):
-            call_without_fp_warnings(assign, result, ..., array)
 
 
 class AlgorithmPlan(Plan):

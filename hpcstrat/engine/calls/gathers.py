@@ -125,6 +125,9 @@ class Gathers:
         """
         calls = self.collectives
         call, arrays, structure = started_gather(tree, axis, what)
+        if calls.channel is None:
+            copies = unflatten(structure, [array.copy() for array in arrays])
+            return PendingCall(None, call, iter(()), copies)
         plan = self._gathers.plan(self._gather(arrays, axis, call, None))
         results = plan.allocate(plan.results)
         steps, whole = plan.steps(arrays, results), unflatten(structure, results)
@@ -150,9 +153,13 @@ class Gathers:
             call = describe_call(f"{what}(root={root})", text, sum(sizes))
             if some and is_device(some[0]):
                 return broadcast_on_gpus(calls, some, root, call)
-            blocks = broadcast_blocks(sizes, root, calls.rank, calls.size)
-            planned, given = (blocks, kinds_of(some)), (what, root, tree)
-            return self._broadcasts.make_known(call, some, None, planned, given)
+
+            def plan() -> tuple[MoveBlocks, Kinds]:
+                blocks = broadcast_blocks(sizes, root, calls.rank, calls.size)
+                return blocks, kinds_of(some)
+
+            given = what, root, tree
+            return self._broadcasts.make_known(call, some, None, plan, given)
 
         return unflatten(structure, in_each_memory(broadcast, arrays))
 
@@ -189,12 +196,15 @@ class Gathers:
         self, own: Array, senders: list[int], sizes: list[int], call: Call
     ) -> list[Array]:
         """Return the bytes of some replicas, whose sizes all replicas know."""
-        lengths = [(0,)] * self.collectives.size
-        for rank, nbytes in zip(senders, sizes, strict=True):
-            lengths[rank] = (nbytes,)
-        blocks = gathered_blocks(lengths, (1,), (1,), self.collectives.rank)
-        planned = blocks, [((sum(sizes),), np.dtype(np.uint8))]
-        [whole] = self._gathers.make_known(call, [own], None, planned)
+
+        def plan() -> tuple[MoveBlocks, Kinds]:
+            lengths = [(0,)] * self.collectives.size
+            for rank, nbytes in zip(senders, sizes, strict=True):
+                lengths[rank] = (nbytes,)
+            blocks = gathered_blocks(lengths, (1,), (1,), self.collectives.rank)
+            return blocks, [((sum(sizes),), np.dtype(np.uint8))]
+
+        [whole] = self._gathers.make_known(call, [own], None, plan)
         return np.split(whole, np.cumsum(sizes)[:-1])
 
 
@@ -228,5 +238,6 @@ def _gatherable(leaf: Any, axis: Any, what: str) -> Array:
             "indices, or all_reduce it"
         )
     array = as_array(leaf)
-    check_axes([array], what, axis)
+    if type(axis) is not int or not 0 <= axis < array.ndim:
+        check_axes([array], what, axis)
     return array

@@ -7,7 +7,7 @@ plans, see `hpcstrat.engine.calls.repeated_moves`.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -68,8 +68,8 @@ class Moves:
 
     def _barrier(self, *given: Any) -> None:
         if self.collectives.channel is not None:
-            blocks = MoveBlocks([], [], [0] * self.size, None)
-            self._move(describe_call("barrier"), [], [], blocks, given[:3])
+            none = MoveBlocks([], [], [0] * self.size, None)
+            self._move(describe_call("barrier"), [], [], lambda: none, given[:3])
 
     def all_gather_into(self, own: Array, parts: Sequence[Array], what: str) -> None:
         """Copy replica ``r``'s array into part ``r``, on every replica, for each ``r``.
@@ -83,11 +83,14 @@ class Moves:
     ) -> None:
         self.check_parts(parts, own)
         call = describe_arrays(what, own, parts)
-        sizes = [part.nbytes for part in parts]
-        blocks = gathered_blocks([(n,) for n in sizes], (1,), (1,), self.rank)
-        takes = [b._replace(array=b.rank, at=0) for b in blocks.takes]
-        kept = (0, self.rank) if own.size else (-1, -1)
-        blocks = MoveBlocks(blocks.puts, takes, sizes, None, kept)
+
+        def blocks() -> MoveBlocks:
+            sizes = [(part.nbytes,) for part in parts]
+            found = gathered_blocks(sizes, (1,), (1,), self.rank)
+            takes = [b._replace(array=b.rank, at=0) for b in found.takes]
+            kept = (0, self.rank) if own.size else (-1, -1)
+            return replace(found, takes=takes, own=kept)
+
         self._move(call, [own], parts, blocks, (what, name, own))
 
     def broadcast_into(self, array: Array, root: int, what: str) -> None:
@@ -103,10 +106,12 @@ class Moves:
         [array] = arrays + outs
         flat_view(array)
         call = describe_arrays(f"{what}(root={root})", array)
-        blocks = broadcast_blocks([array.nbytes], root, self.rank, self.size)
-        if arrays:
+
+        def blocks() -> MoveBlocks:
+            found = broadcast_blocks([array.nbytes], root, self.rank, self.size)
             # The root has no results.
-            blocks = replace(blocks, takes=[])
+            return replace(found, takes=[]) if arrays else found
+
         self._move(call, arrays, outs, blocks, (what, root, arrays))
 
     def gather_into(
@@ -134,17 +139,14 @@ class Moves:
     ) -> None:
         """Gather ``value`` into the root's ``outs``, or scatter the root's list."""
         self.check_root(root)
-        table = np.zeros((self.size, self.size), np.int64)
         here, every = self.rank == root, {rank: rank for rank in range(self.size)}
         if isinstance(value, list):
             own, parts, does = outs[0], value, "takes"
             arrays, to, source = value, every if here else {}, {root: 0}
             flat_view(own)
-            table[root] = own.nbytes
         else:
             own, parts, does = value, outs, "gives"
             arrays, to, source = [own], {root: 0}, every if here else {}
-            table[:, root] = own.nbytes
         if here:
             self.check_parts(parts, own)
             if any(part.size != own.size for part in parts):
@@ -153,7 +155,12 @@ class Moves:
                     f"found sizes {[part.size for part in parts]}; make them equal"
                 )
         call = describe_arrays(f"{what}(root={root})", own)
-        blocks = sent_blocks(table, self.rank, to, source)
+
+        def blocks() -> MoveBlocks:
+            table = np.zeros((self.size, self.size), np.int64)
+            table[(slice(None), root) if arrays is not value else root] = own.nbytes
+            return sent_blocks(table, self.rank, to, source)
+
         self._move(call, arrays, outs, blocks, (what, root, value))
 
     def all_to_all(
@@ -235,14 +242,14 @@ class Moves:
         call: Call,
         arrays: Sequence[Array],
         outs: Sequence[Array],
-        blocks: MoveBlocks,
+        blocks: Callable[[], MoveBlocks],
         given: tuple[str, Any, Any],
     ) -> None:
         """Make a call whose header has all sizes, which are the same on all ranks.
 
         ``given`` are the arguments of the kernel's function that repeats the call.
         """
-        self.repeated.make_known(call, arrays, outs, (blocks, []), given)
+        self.repeated.make_known(call, arrays, outs, lambda: (blocks(), []), given)
 
     # Checks of arguments.
 

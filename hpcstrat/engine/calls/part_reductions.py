@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.algorithms.blocks import sent_blocks
+from hpcstrat.engine.algorithms.blocks import MoveBlocks, sent_blocks
 from hpcstrat.engine.algorithms.move_plan import sent_in_header
 from hpcstrat.engine.algorithms.plan import (
     KernelPlan,
+    Kinds,
     cached_piece_bytes,
     repeater,
     without_memory,
@@ -223,11 +224,14 @@ class PartReductions:
         """Receive the values of all replicas for this replica's part."""
         given, repeated = (call.text, call.digest, parts), self._moves.repeated
         if repeated.repeat(*given, rows, True) is None:
-            sizes = np.array([part.nbytes for part in parts])
-            every = {rank: rank for rank in range(self._size)}
-            table = np.broadcast_to(sizes, (self._size, self._size))
-            blocks = sent_blocks(table, self._rank, every, every)
-            repeated.make_known(call, parts, rows, (blocks, []), given)
+
+            def plan() -> tuple[MoveBlocks, Kinds]:
+                sizes = np.array([part.nbytes for part in parts])
+                every = {rank: rank for rank in range(self._size)}
+                table = np.broadcast_to(sizes, (self._size, self._size))
+                return sent_blocks(table, self._rank, every, every), []
+
+            repeated.make_known(call, parts, rows, plan, given)
 
 
 def _combine(

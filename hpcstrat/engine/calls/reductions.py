@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from hpcstrat.engine.algorithms.mapped_memory import MappedMemory
-from hpcstrat.engine.algorithms.plan import KernelPlan, Plan, is_plain, repeater
-from hpcstrat.engine.algorithms.reduction_plans import CopyPlan, plan_reduction
+from hpcstrat.engine.algorithms.plan import (
+    CopyPlan,
+    KernelPlan,
+    Plan,
+    is_plain,
+    repeater,
+)
+from hpcstrat.engine.algorithms.reduction_plans import plan_reduction
 from hpcstrat.engine.arrays.casting import without_fp_warnings
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import array_module, is_device, to_reducible

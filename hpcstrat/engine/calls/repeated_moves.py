@@ -167,15 +167,15 @@ class RepeatedMoves:
         call: Call,
         arrays: Sequence[Array],
         outs: Sequence[Array] | None,
-        planned: tuple[MoveBlocks, Kinds],
+        plan: Callable[[], tuple[MoveBlocks, Kinds]],
         given: tuple[str, Any, Any] | None = None,
     ) -> Sequence[Array]:
         """Make a call whose header has all sizes, which are the same on all ranks.
 
-        ``planned`` has its blocks, and the kinds of new results. See `make` and `Move`.
+        ``plan`` returns its blocks, and the kinds of new results; see `make`.
         """
         own = outs is None, len(arrays), *kinds_of([*arrays, *(outs or ())])
-        return self.make(Move(call, arrays, outs, own, lambda _: planned, given))
+        return self.make(Move(call, arrays, outs, own, lambda _: plan(), given))
 
     def make(self, move: Move) -> Sequence[Array]:
         """Make a call by a plan, which is made at the first call of its kind.

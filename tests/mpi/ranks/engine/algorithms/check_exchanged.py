@@ -23,7 +23,7 @@ pytestmark = pytest.mark.algorithm
 class Exchange(CrossDeviceOps):
     """The exchange of parts between all ranks, in any layout."""
 
-    def _on_host(
+    def choose(
         self, nbytes: int, topology: Any, options: hs.CommunicationOptions
     ) -> Any:
         return select.by_exchange(nbytes, topology, options)
