@@ -274,7 +274,7 @@ class Reductions:
             require_fitting(outs, plan.results, on_gpu)
             return outs
         if not on_gpu:
-            return plan.allocate(plan.results)
+            return self._recycler.arrays(plan.results)
         if self.collectives.channel is not None:
             self.collectives.channel.forget_done()
         module = array_module(arrays[0])
