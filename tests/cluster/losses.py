@@ -158,7 +158,10 @@ class Episode:
     def bring_back(self) -> None:
         """Let frozen and cut nodes continue, whose ranks must make no step."""
         for node, action in self.stopped:
-            self.hosts.act(node, action)
+            # When the node of the job script returns after SlurmdTimeout, Slurm ends
+            # the job.
+            if not (isinstance(self.run, SlurmRun) and node == "node1"):
+                self.hosts.act(node, action)
         self.stopped.clear()
 
     def end(self) -> list[str]:
