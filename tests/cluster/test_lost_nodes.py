@@ -121,7 +121,7 @@ def test_a_job_of_slurm_goes_on_without_the_node_of_its_script(
 def test_each_start_without_the_first_node_of_a_slurm_job_succeeds(
     make_slurm: Callable[[int], Slurm], tmp_path: Path
 ) -> None:
-    """About a third of such starts waited forever in MPI_Init; see `RunLaunch`."""
+    """Some such starts waited forever in MPI_Init; see `RunLaunch`."""
     run = SlurmRun(make_slurm(3), tmp_path / "run", spare=1)
     try:
         run.wait(lambda: run.claims() and run.first_step_after(0))

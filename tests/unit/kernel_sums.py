@@ -43,7 +43,7 @@ class Worker:
         self.kernels = [
             module.Kernel(memory, *sizes, rank, ranks) for rank in range(ranks)
         ]
-        # Whether ranks read each other's arrays in calls that move data: 0 for never.
+        # The argument of the kernel's moves: 0 if ranks never read each other's arrays.
         self.reads = 0
 
     def read_arrays(self, calls: int) -> None:

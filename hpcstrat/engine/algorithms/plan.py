@@ -42,8 +42,8 @@ __all__ = [
 Kinds = Sequence[tuple[tuple[int, ...], np.dtype[Any]]]
 """Shapes and dtypes of arrays."""
 
-# Two ranks copy large arrays in pieces of this size: four places of it, which are used
-# in turn, stay in the cache of a core.
+# Two ranks reduce large arrays in pieces of this size: four places of it, which are
+# used in turn, stay in the cache of a core.
 _CACHED_PIECE_BYTES = 64 << 10
 # Return codes of the kernel.
 _DONE, _HEADER_AWAITED, _, _DIFFERS, _, _HEADER_SENT, _NOT_READ = range(7)
@@ -351,7 +351,7 @@ def repeater(channel: Any) -> Any:
 
 
 def cached_piece_bytes(piece_bytes: int, topology: Topology) -> int:
-    """Return the size of the pieces of large arrays; the same on every rank.
+    """Return the size of the pieces of a reduction; the same on every rank.
 
     Two ranks of a worker that share cores with other ranks, or with each other, copy
     large pieces, because each piece costs them a switch. Workers of one rank send all

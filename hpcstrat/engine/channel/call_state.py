@@ -82,8 +82,8 @@ class Position:
 
     def __init__(self, state: Any = None) -> None:
         self._state = state or CallState()
-        # How often this rank has entered ``run``, has requested a batch of a dataset
-        # that all replicas share, and has begun a backward pass of a replicated module.
+        # This rank counts its calls of ``run``, its requests of batches of a dataset
+        # that all replicas share, and its backward passes of replicated modules.
         self.run_index = self.next_index = self.backward_index = 0
         # Number of times that the ranks agreed on these counts anew, after an error.
         self.num_meetings = 0
