@@ -23,9 +23,11 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_the_run_goes_on_after_the_loss_of_the_leaders_node(
-    make_hosts: Callable[..., Hosts], tmp_path: Path
+    make_hosts: Callable[..., Hosts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hosts = make_hosts(3)
+    hosts, temporary = make_hosts(3), tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     run = WatchedRun(hosts, tmp_path / "run", use=2, steps=300, nap=0.01)
     try:
         run.wait(lambda: run.first_step_after(0))
@@ -40,6 +42,9 @@ def test_the_run_goes_on_after_the_loss_of_the_leaders_node(
         assert run.problems() == []
         run.check_result()
         assert not hosts.processes()
+        # A later daemon with the process number of a killed one would fail in its
+        # session directory.
+        assert not [*temporary.glob("*/pmix.*")]
     finally:
         run.end()
 

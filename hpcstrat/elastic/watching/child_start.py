@@ -19,7 +19,7 @@ import sys
 
 FOLDERS = "/dev/shm/hpcstrat-watch-"
 MPI_FOLDERS = "mpi-"
-"""Folders of Open MPI's shared memory, one for each generation, in a node's folder."""
+"""Folders of Open MPI's files, one for each generation, in a node's folder."""
 
 _MPI_FOLDER = "OMPI_MCA_btl_sm_backing_directory"
 

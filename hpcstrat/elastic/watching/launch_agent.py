@@ -26,7 +26,7 @@ _SECONDS = 10.0
 
 
 def main() -> int:
-    """Have the command of the command line started; its output becomes this one's."""
+    """Have a command started; its output and its exit status become this one's."""
     # MPICH's hydra passes the option -x of ssh.
     host, *words = [word for word in sys.argv[1:] if word != "-x"]
     try:
@@ -41,12 +41,17 @@ def main() -> int:
         line = " ".join(words)
         stream.send("command", number=number, line=line, folder=os.getcwd())
         connection.settimeout(None)
+        # The last byte is the command's exit status. mpirun would wait forever for a
+        # daemon that has failed with status 0.
+        held = b""
         while data := connection.recv(1 << 16):
-            os.write(1, data)
+            sys.stdout.buffer.write(held + data[:-1])
+            sys.stdout.buffer.flush()
+            held = data[-1:]
     except (OSError, SecretError, MalformedMessageError) as error:
         sys.stderr.write(f"hpcstrat watch: no command on {host}: {error}\n")
         return 1
-    return 0
+    return held[0] if held else 1
 
 
 if __name__ == "__main__":

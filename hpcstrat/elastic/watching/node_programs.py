@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import shutil
 import subprocess
@@ -18,6 +19,9 @@ from hpcstrat.elastic.watching.run_launch import child_words
 __all__ = ["NodePrograms", "give_up"]
 
 _EVER = 1 << 62
+# A shell prints its exit status as one byte when it ends.
+_TELL_STATUS = """trap 'printf "\\\\$(printf %03o $?)"' EXIT"""
+_SESSIONS = "PRTE_MCA_prte_tmpdir_base"
 _WRITER = (sys.executable, "-m", "hpcstrat.checkpoint.node_memory.writer_process")
 
 
@@ -45,6 +49,8 @@ class NodePrograms:
 
     def __init__(self, run: str, environment: Mapping[str, str], output: Path) -> None:
         self._run, self._environment, self._output = run, environment, output
+        folder = os.path.dirname(environment["HPCSTRAT_WATCH_SOCKET"])
+        self._mpi_folders = f"{folder}/{MPI_FOLDERS}"
         self.ranks: dict[int, int] = {}
         self._launcher: subprocess.Popen[bytes] | None = None
         self._writer: subprocess.Popen[bytes] | None = None
@@ -59,7 +65,7 @@ class NodePrograms:
         self, words: Sequence[str], environment: Mapping[str, str]
     ) -> None:
         """Start the launcher of a generation."""
-        self._launcher = self._start(words, environment)
+        self._launcher = self._start(words, self._with_session("local", environment))
 
     @property
     def has_launcher(self) -> bool:
@@ -73,12 +79,28 @@ class NodePrograms:
         return self._launcher.wait()
 
     def start_daemon(self, line: str, folder: str, number: int, out: int) -> None:
-        """Start a daemon of mpirun, whose output goes to a socket."""
+        """Start a daemon of mpirun; a socket gets its output, and its status as a byte.
+
+        The byte is the last one.
+        """
         env = {**self._environment, "HPCSTRAT_WATCH_GENERATION": str(number)}
-        words = ["/bin/sh", "-c", line]
+        env = self._with_session("remote", env)
+        words = ["/bin/sh", "-c", f"{_TELL_STATUS}\n{line}"]
         self._daemons.append(self._start(words, env, out, cwd=folder))
         # A daemon is no zombie for long.
         self._daemons = [one for one in self._daemons if one.poll() is None]
+
+    def _with_session(self, side: str, env: Mapping[str, str]) -> dict[str, str]:
+        """Return an environment with a session directory that this watcher removes.
+
+        A killed process of mpirun leaves its session directory behind, and another one
+        with the same process number fails in it.
+        """
+        number = env["HPCSTRAT_WATCH_GENERATION"]
+        return {
+            **{name: value for name, value in env.items() if name != _SESSIONS},
+            f"PRTE_MCA_prte_{side}_tmpdir_base": f"{self._mpi_folders}{number}",
+        }
 
     def save(self, order: Path, nodes: list[str]) -> None:
         """Have the writer execute an order, which these nodes take part in."""
@@ -174,12 +196,11 @@ class NodePrograms:
     def end_before(self, number: int) -> int:
         """End all processes of older generations, and return how many remain.
 
-        If none remains, the shared memory that they have left is removed.
+        If none remains, the files of MPI that they have left are removed.
         """
         left = end_generations_before(self._run, number)
-        folder = Path(self._environment["HPCSTRAT_WATCH_SOCKET"]).parent
-        for path in [] if left else folder.glob(f"{MPI_FOLDERS}*"):
-            if int(path.name.removeprefix(MPI_FOLDERS)) < number:
+        for path in [] if left else glob.glob(f"{self._mpi_folders}*"):
+            if int(path.removeprefix(self._mpi_folders)) < number:
                 shutil.rmtree(path, ignore_errors=True)
         return left
 

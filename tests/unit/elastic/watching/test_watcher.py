@@ -108,6 +108,23 @@ def test_a_launcher_that_does_not_start_all_ranks_is_ended(tmp_path: Path) -> No
 
 
 @open_mpi
+@pytest.mark.parametrize("status", [0, 213])
+def test_mpirun_gets_output_and_status_of_a_command_on_another_node(
+    tmp_path: Path, status: int
+) -> None:
+    program = (
+        "import pathlib, socket, subprocess, sys\n"
+        "words = sys.executable, '-m', 'hpcstrat.elastic.watching.launch_agent'\n"
+        f"line = socket.gethostname(), 'printf \"some text\"; exit {status}'\n"
+        "done = subprocess.run([*words, *line], stdout=-1)\n"
+        "found = f'{done.returncode} {done.stdout}'\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'found').write_text(found)\n"
+    )
+    assert result(tmp_path, program)[0] == STATUSES["complete"]
+    assert (tmp_path / "found").read_text() == f"{status} {b'some text'}"
+
+
+@open_mpi
 def test_a_program_that_has_saved_is_not_started_again(tmp_path: Path) -> None:
     status, said = result(tmp_path, "raise SystemExit(42)")
     assert status == STATUSES["saved"], said
