@@ -187,6 +187,8 @@ def make_rank() -> Iterator[Callable[..., disturbing.JobRanks]]:
             env = {"PMIX_NAMESPACE": name, "PMIX_RANK": str(rank)}
             process = subprocess.Popen(["sleep", "600"], env=env, **options)
             started.append(process)
+            # The environment of a process is empty until its program has been loaded.
+            wait_for_environment(process.pid)
         own = {process.pid for process in started}
         found = [j for j in disturbing.find_jobs() if j.name == name]
         assert all(p.pid in own for job in found for p in job.ranks)
@@ -196,6 +198,13 @@ def make_rank() -> Iterator[Callable[..., disturbing.JobRanks]]:
     for process in started:
         process.kill()
         process.wait()
+
+
+def wait_for_environment(pid: int) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while b"PMIX_RANK" not in Path(f"/proc/{pid}/environ").read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def state(process: disturbing.RankProcess) -> str:
