@@ -56,7 +56,9 @@ class SyncGroups:
     The averaged variables are the trainable variables of floating types that are made
     in the scope of ``strategy``; all groups begin with replica 0's values. Making such
     a variable is therefore collective over all replicas, and this object keeps a
-    reference to it. Other state, such as inner optimizers', belongs to one group.
+    reference to it. Other state, such as inner optimizers', belongs to one group. A
+    checkpoint needs the same variables in all groups: call `Optimizer.build` of inner
+    optimizers before the first step, which may fail in a group.
 
     Parameters
     ----------

@@ -241,7 +241,8 @@ class Machine:
         with self.strategy.scope():
             optimizer = getattr(hs.optimizers, op.rule)(**op.options)
         self.optimizers[op.id] = optimizer
-        if op.build:
+        # A group whose first step fails could otherwise not be saved with the others.
+        if op.build or self.groups is not None:
             optimizer.build([self.variables[name] for name in op.over])
 
     def _metric(self, op: Op) -> None:
