@@ -22,7 +22,7 @@ from hpcstrat.engine.algorithms.blocks import (
 from hpcstrat.engine.algorithms.plan import Kinds
 from hpcstrat.engine.call_sites import call_site
 from hpcstrat.engine.calls.repeated_moves import Move, RepeatedMoves
-from hpcstrat.engine.channel.call import Call, describe_call
+from hpcstrat.engine.channel.call import Call, describe_call, dtype_text
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CollectiveError
 
@@ -249,6 +249,11 @@ class Moves:
 
         ``given`` are the arguments of the kernel's function that repeats the call.
         """
+        if self.collectives.channel is None:
+            # A single replica has at most one array and one result, of equal sizes.
+            for array, out in zip(arrays, outs, strict=False):
+                out[...] = array.reshape(out.shape)
+            return
         self.repeated.make_known(call, arrays, outs, lambda: (blocks(), []), given)
 
     # Checks of arguments.
@@ -279,7 +284,7 @@ class Moves:
 
 def _common_dtype(what: str, arrays: Sequence[Array]) -> str:
     """Return the only dtype of arrays; raise ValueError if there are several."""
-    kinds = {str(array.dtype) for array in arrays}
+    kinds = {dtype_text(array.dtype) for array in arrays}
     if len(kinds) > 1:
         raise ValueError(
             f"expected {what} of one dtype, found {sorted(kinds)}; cast them first"
@@ -298,7 +303,7 @@ def _integers(pairs: tuple[Mapping[int, Array], ...], size: int) -> list[int]:
     for column, parts in enumerate(pairs):
         for rank, part in parts.items():
             if part.size:
-                kind = zlib.crc32(str(part.dtype).encode())
+                kind = zlib.crc32(dtype_text(part.dtype).encode())
                 found[rank, column] = part.nbytes, kind
     return found.reshape(-1).tolist()
 
@@ -345,8 +350,8 @@ def describe_arrays(
     what: str, array: Array, parts: Sequence[Array] | None = None
 ) -> Call:
     """Describe a call for an array, or for parts if their sizes differ."""
-    sizes = {part.size for part in parts or ()}
-    if len(sizes) > 1:
-        text = f"{array.dtype} of sizes {[part.size for part in parts or ()]}"
-        return describe_call(what, text, sum(part.nbytes for part in parts or ()))
-    return describe_call(what, f"{array.dtype}{list(array.shape)}", array.nbytes)
+    dtype, sizes = dtype_text(array.dtype), [part.size for part in parts or ()]
+    if len({*sizes}) > 1:
+        nbytes = sum(part.nbytes for part in parts or ())
+        return describe_call(what, f"{dtype} of sizes {sizes}", nbytes)
+    return describe_call(what, f"{dtype}{list(array.shape)}", array.nbytes)

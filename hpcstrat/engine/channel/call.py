@@ -11,7 +11,7 @@ from typing import Any
 from hpcstrat.engine.arrays.kinds import is_device
 from hpcstrat.engine.typing import Array
 
-__all__ = ["Call", "describe_call", "signature_text"]
+__all__ = ["Call", "describe_call", "dtype_text", "signature_text"]
 
 _SHOWN_ARRAYS = 8
 
@@ -51,6 +51,15 @@ def describe_call(what: str, details: str = "", nbytes: int = 0) -> Call:
     if len(text) > 400:
         text = f"{text[:360]} ... ({len(text)} characters in all)"
     return Call(text, int.from_bytes(digest, "little") >> 1, nbytes)
+
+
+_kept_text = functools.lru_cache(maxsize=512)(str)
+
+
+def dtype_text(dtype: Any) -> str:
+    """Return ``str(dtype)``; NumPy takes 2 us to make a text, so texts are kept."""
+    # Structured dtypes may be equal, and yet have different texts.
+    return str(dtype) if dtype.names else _kept_text(dtype)
 
 
 def signature_text(structure: Any, arrays: Sequence[Array]) -> str:

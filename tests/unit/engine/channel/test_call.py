@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hpcstrat.engine.arrays.casting import without_fp_warnings
 from hpcstrat.engine.call_sites import call_site
-from hpcstrat.engine.channel.call import describe_call, signature_text
+from hpcstrat.engine.channel.call import describe_call, dtype_text, signature_text
 from hpcstrat.engine.channel.disagreement import FAILED, LEFT, Announcement, explain
 from hpcstrat.engine.tree import flatten
 from hpcstrat.errors import CollectiveError, ReplicaError
@@ -55,6 +55,16 @@ def test_digests_are_the_same_in_every_process() -> None:
         env={"PYTHONHASHSEED": "77", "PYTHONPATH": ":".join(filter(None, sys.path))},
     )
     assert int(done.stdout) == describe_call("reduce(SUM)", "float32[4]").digest
+
+
+def test_texts_of_dtypes_do_not_depend_on_earlier_dtypes() -> None:
+    aligned = np.dtype("i1,i4", align=True)
+    packed = np.dtype(
+        {"names": ["f0", "f1"], "formats": ["i1", "i4"], "offsets": [0, 4]}
+    )
+    # These are equal, and have the same hash, in NumPy 2.
+    for dtype in (aligned, packed, np.dtype(">f4"), np.dtype("f4"), np.dtype("M8[s]")):
+        assert dtype_text(dtype) == str(dtype)
 
 
 @given(SIGNATURES, SIGNATURES)
