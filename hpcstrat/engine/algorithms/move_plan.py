@@ -39,10 +39,8 @@ from hpcstrat.engine.typing import Array
 __all__ = ["plan_move", "sent_in_header"]
 
 # Ranks may read streams from this size on in each other's memory, instead of copying
-# them through the places of the rings. The kernel measures which way is faster. Ranks
-# that share cores wait too long for each other to measure it.
+# them through the places of the rings. The kernel measures which way is faster.
 _LEAST_READ_BYTES = 128 << 10
-_LEAST_ALWAYS_READ_BYTES = 512 << 10
 # Results from this size on use recycled memory; the kernel allocates smaller ones. The
 # Python code of the recycler takes 10 us, longer than the allocation of 1 MiB.
 _LEAST_RECYCLED_BYTES = 4 << 20
@@ -101,20 +99,14 @@ def plan_move(
     return plan
 
 
-def _reads(blocks: MoveBlocks, most: int, channel: Channel) -> int:
-    """Return whether ranks read each other's arrays; the same on every rank.
+def _reads(blocks: MoveBlocks, most: int, channel: Channel) -> bool:
+    """Return whether ranks may read each other's arrays; the same on every rank.
 
-    ``most`` is the number of this rank's arrays or results. Returns 0 for no, 1 for
-    calls in which this is faster, 2 for all calls. Ranks that share cores always do,
-    because each piece in a place would cost them a switch.
+    ``most`` is the number of this rank's arrays or results.
     """
-    topology = channel.topology
-    shares_cores = topology.shares_cores
-    least = _LEAST_ALWAYS_READ_BYTES if shares_cores else _LEAST_READ_BYTES
-    large = blocks.nbytes >= least and blocks.readable
-    few = max(most, topology.num_replicas) < _MOST_READ_ARRAYS
-    may = channel.wire is None and channel.reads_memory
-    return (2 if shares_cores else 1) * (large and few and may)
+    large = blocks.nbytes >= _LEAST_READ_BYTES and blocks.readable
+    few = max(most, channel.topology.num_replicas) < _MOST_READ_ARRAYS
+    return large and few and channel.wire is None and channel.reads_memory
 
 
 class MovePlan(Plan):

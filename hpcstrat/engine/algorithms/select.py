@@ -131,9 +131,6 @@ def shared_memory(
     """Return the choice of a sum through shared memory, for replicas of one worker."""
     ranks = topology.worker_comm.size
     default = DIRECT_PIECE_BYTES if ranks == 2 else SCATTERED_PIECE_BYTES
-    if topology.shares_cores:
-        # Use large pieces: each step costs a context switch to every rank.
-        default = topology.slot_bytes
     piece = _fitting(options.bytes_per_pack or default, topology)
     most = piece // 2 if ranks == 2 else min(SMALL_BYTES // ranks, piece // 2)
     small = ranks <= MOST_DIRECT_RANKS and nbytes <= most

@@ -43,6 +43,8 @@ class CallState:
         self.run_fingerprint = 0
         # How often the kernel looks for the other ranks' headers before it returns.
         self.looks = 0
+        # True if the kernel offers its core to other processes between its looks.
+        self.yields = False
         # Offset in bytes at which the next place in the rings begins.
         self.next = 0
 

@@ -5,8 +5,9 @@ looks, so that MPI progresses, signals are handled, and the death of a process i
 noticed. If it waits for records of its worker's ranks, the last of these records ends
 the sleep, see `hpcstrat.engine.channel.headers`. The spin time is adapted, because a
 spinning rank may occupy the core that the awaited rank needs. If ranks share cores, a
-rank sleeps at once if it is woken, and else offers its core to other processes after
-each look. The watchdog's thread reports the late ranks of each wait.
+rank offers its core to other processes after each look: a switch to a rank that also
+waits takes 1 us, while a sleep that another rank ends takes 50 us. The watchdog's
+thread reports the late ranks of each wait.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ _SHORTEST_NAP_SECONDS = 2e-5
 _NAP_SHARE = 1 / 32
 _WOKEN_NAP_SHARE = 1 / 2
 _LONGEST_NAP_SECONDS = 0.001
-# The first sleep of a rank that shares cores, if the awaited rank wakes it.
+# If ranks share cores: how often the kernel looks; for how long a rank looks after that
+# before its first sleep, if the awaited rank ends this sleep; and the first sleep.
+_SHARED_LOOKS = 100
+_SHARED_SPIN_SECONDS = 5e-5
 _FIRST_NAP_SECONDS = 0.0005
 # Expect that values in a header between workers are sent at 1 Gbit/s or more. Up to 256
 # KiB, a rank does not sleep in this time, which might stop the transfer.
@@ -148,7 +152,8 @@ class Waiter:
     def _set_looks_of_kernel(self) -> None:
         looks = min(int(self._spin.seconds * _KERNEL_LOOKS_PER_SECOND), _MOST_LOOKS)
         if self._shares_cores:
-            looks = self.quick_looks
+            looks = _SHARED_LOOKS
+        self._state.yields = self._shares_cores
         self._state.looks = 0 if self._on_wire else looks
 
     def wait(
@@ -166,18 +171,17 @@ class Waiter:
         # True if the arrival of ``awaited`` ends this rank's sleep.
         wakes = awaited is self._steps and self._steps.wakes
         if wakes and self._shares_cores:
-            # Leave the core at once. If this rank offered its core after each look, it
-            # would lose it to other programs for whole time slices.
-            self._steps.sleep(_FIRST_NAP_SECONDS)
-            if agreed():
-                return True
-            spin = 0.0
+            spin = min(spin, _SHARED_SPIN_SECONDS)
         while time.monotonic() < start + traveling + spin:
             for _ in range(_LOOKS_BETWEEN_CLOCKS):
                 if agreed():
                     return True
                 if self._shares_cores:
                     os.sched_yield()
+        if wakes and self._shares_cores:
+            self._steps.sleep(_FIRST_NAP_SECONDS)
+            if agreed():
+                return True
         waiting = Waiting(call, start, threading.get_ident())
         waiting.timeout_seconds = timeout_seconds
         outer, self.waiting = self.waiting, waiting

@@ -29,7 +29,7 @@ __all__ = [
     "type_codes",
 ]
 
-VERSION = 9
+VERSION = 10
 """Version of the kernel that this package can use; other versions are ignored."""
 
 _READER_VERSION = 4

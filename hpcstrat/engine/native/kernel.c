@@ -26,6 +26,7 @@
 #include <numpy/arrayobject.h>
 #include <errno.h>
 #include <limits.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -143,7 +144,7 @@ enum { NUM_SLOTS = 64, TOKEN_BYTES = 16 };
 typedef struct {
     PyObject_HEAD
     /* Members that Python reads and writes, see hpcstrat/engine/channel/call_state.py. */
-    char attention;
+    char attention, yields;
     int looks;
     long long run_fingerprint, num_calls;
     unsigned long thread;
@@ -304,7 +305,11 @@ static void sleep_for_records(const kernel *k, double seconds) {
 static int look_often(const kernel *k, long looks) {
     int found = look(k);
     while (found == STEP_AWAITED && looks-- > 0) {
-        RELAX();
+        /* The awaited rank may need this core. */
+        if (k->yields)
+            sched_yield();
+        else
+            RELAX();
         found = look(k);
     }
     /* A fence would take 0.1 us of a call of 2 us. Without it, a rank that begins to sleep just now
@@ -1145,12 +1150,13 @@ static unsigned long enter(kernel *k, PyObject *what) {
     return outer;
 }
 
-/* Continue a call. The interpreter lock is released for large arrays, or if ranks are late. Other
- * threads then see that this thread is in a call. */
+/* Continue a call. The interpreter lock is released for large arrays, if ranks are late, or before
+ * other processes may take the core. Other threads then see that this thread is in a call. */
 static int go_on(sum *s, long looks) {
     int large = s->nbytes >= UNLOCKED_FROM || s->kept_bytes >= UNLOCKED_FROM;
-    int found = large ? 0 : advance(s, looks < 100 ? looks : 100);
-    if (s->state != IDLE && (large || (found && looks > 100))) {
+    long few = s->kernel->yields ? 0 : looks < 100 ? looks : 100;
+    int found = large ? 0 : advance(s, few);
+    if (s->state != IDLE && (large || (found && looks > few))) {
         unsigned long outer = enter(s->kernel, s->kept[WHAT]);
         PyThreadState *thread = PyEval_SaveThread();
         found = advance(s, looks);
@@ -1727,6 +1733,7 @@ static PyMethodDef kernel_methods[] = {
 };
 static PyMemberDef kernel_members[] = {
     {"attention", T_BOOL, offsetof(kernel, attention), 0, NULL},
+    {"yields", T_BOOL, offsetof(kernel, yields), 0, NULL},
     {"looks", T_INT, offsetof(kernel, looks), 0, NULL},
     {"run_fingerprint", T_LONGLONG, offsetof(kernel, run_fingerprint), 0, NULL},
     {"num_calls", T_LONGLONG, offsetof(kernel, num_calls), 0, NULL},
@@ -1778,7 +1785,7 @@ PyMODINIT_FUNC PyInit_kernel(void) {
     int good = made && kernel_type && sum_type &&
                !PyModule_AddObjectRef(made, "Kernel", kernel_type) &&
                !PyModule_AddObjectRef(made, "Sum", sum_type) &&
-               !PyModule_AddIntConstant(made, "VERSION", 9);
+               !PyModule_AddIntConstant(made, "VERSION", 10);
     if (!good) Py_CLEAR(made);
     return made;
 }

@@ -72,12 +72,30 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def _waiter() -> Waiter:
-    worker_comm = SimpleNamespace(size=2)
+class _Records(_Awaited):
+    """Records of other ranks, whose arrival ends a sleep."""
+
+    wakes = True
+
+    def __init__(self, clock: list[float], comes: float) -> None:
+        super().__init__(clock, comes)
+        self.sleeps: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep until the ranks arrive."""
+        self.sleeps.append(seconds)
+        self.clock[0] = max(self.clock[0], self.comes)
+
+    def dead(self) -> list[int]:
+        """Return that no rank is dead."""
+        return []
+
+
+def _waiter(steps: Any = None, *, shares_cores: bool = False) -> Waiter:
     topology: Any = SimpleNamespace(
-        survives=False, num_workers=1, shares_cores=False, worker_comm=worker_comm
+        survives=False, num_workers=1, shares_cores=shares_cores
     )
-    steps: Any = _Nobody()
+    steps = steps or _Nobody()
     return Waiter(
         topology,
         lambda: None,
@@ -108,6 +126,23 @@ def test_a_rank_whose_waits_are_short_does_not_nap(clock: list[float]) -> None:
     assert waiter.wait(awaited, None)  # type: ignore[arg-type]
     # The wait ended within 2 us, so that no sleep has lengthened it.
     assert clock[0] - start < 5.02e-4
+
+
+@pytest.mark.parametrize(("comes", "num_sleeps"), [(3e-5, 0), (3e-4, 1)])
+def test_a_rank_that_shares_its_core_offers_it_before_it_sleeps(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, comes: float, num_sleeps: int
+) -> None:
+    offers: list[int] = []
+    monkeypatch.setattr(waiting.os, "sched_yield", lambda: offers.append(1))
+    records = _Records(clock, comes)
+    waiter = _waiter(records, shares_cores=True)
+    assert waiter.wait(records, None)  # type: ignore[arg-type]
+    assert len(records.sleeps) == num_sleeps
+    assert len(offers) > 20
+    # The kernel does the same before it returns.
+    state: Any = waiter._state
+    assert state.yields
+    assert state.looks > 20
 
 
 def test_no_nap_holds_up_values_on_a_wire(clock: list[float]) -> None:
