@@ -1490,8 +1490,8 @@ static block *blocks_from(PyObject *numbers, PyObject *likes, const sum *s, size
  * digest, allocate, reads, from, to): return an object like a Sum for calls that move data. Each rank
  * has a stream of bytes, at most `nbytes` long: the blocks `puts` of its arrays. It takes the blocks
  * `takes` from the streams of all ranks into its results. If `reads` is 1, they read each other's
- * arrays if that is faster, if 2 always. It copies the blocks `from` of its arrays to the blocks `to`
- * of its results, of equal sizes, and fills the other blocks of `to` with zeros. */
+ * arrays if that is faster, if 2 always (in tests). It copies the blocks `from` of its arrays to `to`
+ * of its results, blocks of equal sizes, and fills the other blocks of `to` with zeros. */
 static PyObject *make_move(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *owner, *puts, *takes, *likes, *result_likes, *call, *allocate, *from, *to;
     Py_ssize_t nbytes, piece;
