@@ -69,19 +69,13 @@ class Transfer:
         self._advance(waits=True)
 
     def _advance(self, *, waits: bool) -> bool:
-        if self._awaited is None:
-            return True
-        channel: Any = self.collectives.channel
-        channel.failures.refuse(self._call)
-        with channel.moving(self._call):
-            while self._awaited is not None:
-                if waits:
-                    channel.wait(self._awaited, self._call)
-                elif not self._awaited.agreed():
-                    channel.failures.look()
-                    return False
-                self._awaited = next(self._steps, None)
-        return True
+        if self._awaited is not None:
+            channel: Any = self.collectives.channel
+            channel.failures.refuse(self._call)
+            self._awaited = channel.advance(
+                self._steps, self._call, self._awaited, waits=waits
+            )
+        return self._awaited is None
 
 
 class _Expected:

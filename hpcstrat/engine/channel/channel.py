@@ -133,9 +133,7 @@ class Channel:
         header = next(steps)
         assert isinstance(header, HeaderStep)
         self.agree(call, timeout_seconds, header.carried)
-        with self.moving(call):
-            for awaited in steps:
-                self.wait(awaited, call)
+        self.advance(steps, call, waits=True)
 
     def agree(
         self,
@@ -263,6 +261,30 @@ class Channel:
             self.exchanging = outer
             if recorder is not None:
                 recorder.leave_data(call.text)
+
+    def advance(
+        self,
+        steps: WaitSteps,
+        call: Call,
+        awaited: Waitable | None = None,
+        *,
+        waits: bool,
+    ) -> Waitable | None:
+        """Continue an exchange of data after ``awaited``; return what it awaits next.
+
+        Returns None at the end of the exchange. Does not wait unless ``waits``.
+        """
+        with self.moving(call):
+            if awaited is None:
+                awaited = next(steps, None)
+            while awaited is not None:
+                if waits:
+                    self.wait(awaited, call)
+                elif not awaited.agreed():
+                    self.failures.look()
+                    break
+                awaited = next(steps, None)
+        return awaited
 
     def interruptible(self, comm: Any) -> InterruptibleComm:
         """Return the InterruptibleComm of ``comm``; not collective."""

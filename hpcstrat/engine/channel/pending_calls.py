@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 from hpcstrat.engine.channel.call import Call, describe_call
 from hpcstrat.engine.channel.disagreement import FAILED, Announcement, announce_error
 from hpcstrat.engine.channel.entries import is_inner, refuse_inner
-from hpcstrat.engine.channel.waitable import Waitable, WaitSteps, exhaust
+from hpcstrat.engine.channel.waitable import HEADER, WaitSteps, exhaust
 from hpcstrat.engine.observe.timeline import active, recorded_wait
 from hpcstrat.errors import HpcstratError, TopologyError
 
@@ -63,25 +63,15 @@ class PendingCall:
         self.call, self.in_pass = call, in_pass
         # Name in timelines that identifies this call among the started calls.
         self.mark = ""
-        self._channel, self._steps = channel, steps
-        self._result, self._join = result, join
-        self._timeout_seconds = timeout_seconds
-        self._run = 0 if channel is None else channel.position.step_fingerprint
-        # The next stage of the call: a method that returns whether the stage is done.
-        self._advance = self._post
-        self._awaited: Waitable | None = None
+        self._channel, self._result, self._join = channel, result, join
         self._done = channel is None
         self._error: BaseException | None = None
-        # This rank's error before the header, which the header reports.
-        self._own_error: Exception | None = None
         if channel is None:
             exhaust(steps)
             return
-        try:
-            channel.pending.start(self)
-        except BaseException as error:
-            self._lose(error)
-            raise
+        self._stages = _make(channel, call, steps, timeout_seconds)
+        next(self._stages)
+        channel.pending.start(self)
 
     def test(self) -> bool:
         """Advance the call without waiting, and return whether it has ended.
@@ -133,13 +123,15 @@ class PendingCall:
         Collective over the strategy's replicas. For the library's own modules.
         """
         try:
-            while not self._done:
-                if not self._advance(waits):
-                    return False
+            if not self._done:
+                self._stages.send(waits)
+                return False
+        except StopIteration:
+            self._done = True
         except BaseException as error:
             # Keep the error: `wait` raises it, at the same point on all ranks.
             loss = self._channel.failures.loss(error, self.call.text)
-            self.end(loss or self._own_error or error)
+            self.end(loss or error)
             self._lose(error)
             if not isinstance(error, Exception):
                 raise
@@ -157,56 +149,45 @@ class PendingCall:
         if not self._done:
             self._error, self._done = error, True
 
-    def _post(self, waits: bool) -> bool:
-        del waits
-        header: Any = None
-        try:
-            header = next(self._steps)
-        except Exception as error:
-            self._own_error = error
-        self._channel.failures.refuse(self.call)
-        flags = 0 if self._own_error is None else FAILED
-        carried = None if header is None else header.carried
-        self._channel.post(self.call, self._run, flags, carried)
-        self._advance = self._agree
-        return True
-
-    def _agree(self, waits: bool) -> bool:
-        channel, call, error = self._channel, self.call, self._own_error
-        if waits:
-            with channel.moving(call), recorded_wait(call.text):
-                agreed = channel.wait_header(call, self._timeout_seconds)
-        else:
-            agreed = channel.poll_header(call)
-        if agreed is None:
-            return False
-        if error is not None or not agreed:
-            # All ranks reach this point: a FAILED flag, too, makes the headers unequal.
-            rank = channel.failures.rank
-            told = Announcement(rank, 0, call.text)
-            if error is not None:
-                told = announce_error(rank, call.text, error)
-            raise channel.failures.exchange(told).error
-        self._advance = self._move
-        return True
-
-    def _move(self, waits: bool) -> bool:
-        with self._channel.moving(self.call):
-            if self._awaited is not None:
-                if waits:
-                    self._channel.wait(self._awaited, self.call)
-                elif not self._awaited.agreed():
-                    return False
-            self._awaited = next(self._steps, None)
-            self._done = self._awaited is None
-        return True
-
     def __repr__(self) -> str:
         """Show the call, and whether it is complete or under way."""
         return (
             f"<{type(self).__name__} {self.call.text}, "
             f"{'complete' if self._done else 'under way'}>"
         )
+
+
+def _make(
+    channel: Any, call: Call, steps: WaitSteps, timeout_seconds: float | None
+) -> Generator[None, bool]:
+    """Make a call; each ``yield`` returns whether to wait from then on."""
+    run, failed = channel.position.step_fingerprint, None
+    waits = yield
+    header: Any = HEADER
+    try:
+        header = next(steps)
+    except Exception as error:
+        failed = error
+    channel.failures.refuse(call)
+    channel.post(call, run, 0 if failed is None else FAILED, header.carried)
+    while (agreed := channel.poll_header(call)) is None:
+        if waits:
+            with channel.moving(call), recorded_wait(call.text):
+                agreed = channel.wait_header(call, timeout_seconds)
+            break
+        waits = yield
+    if failed is not None or not agreed:
+        # All ranks reach this point: a FAILED flag, too, makes the headers unequal.
+        rank = channel.failures.rank
+        told = Announcement(rank, 0, call.text)
+        if failed is not None:
+            told = announce_error(rank, call.text, failed)
+        ended = channel.failures.exchange(told).error
+        raise failed or ended
+    awaited = channel.advance(steps, call, waits=waits)
+    while awaited is not None:
+        waits = yield
+        awaited = channel.advance(steps, call, awaited, waits=waits)
 
 
 class PendingCalls(deque[PendingCall]):
