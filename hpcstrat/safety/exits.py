@@ -87,7 +87,7 @@ def _leave(*_: Any) -> None:
         board.show(stage=LEFT)
     waiting = []
     for channel in _channels:
-        if channel.failures.broken and not channel.failures.between_calls:
+        if channel.failures.broken and not channel.failures.aborts.may_resume:
             _give_up(channel)
         elif not channel.closed:
             _finish_on_gpu(channel)

@@ -367,8 +367,7 @@ class MpiStrategy(LogicalDevices, Strategy):
     @property
     def lost_ranks(self) -> tuple[int, ...] | None:
         channel = self._connection.channel
-        error = None if channel is None else channel.failures.lost
-        return None if error is None else error.ranks
+        return None if channel is None else channel.failures.lost
 
     def abandon(self) -> None:
         """Free everything but the communicators; works even if ranks have died.

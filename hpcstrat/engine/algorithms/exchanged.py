@@ -161,11 +161,7 @@ def exchanged_sum(
     own = total[spans[me]]
     rows = comm.empty(((size - 1) * -(-total.size // size),), total.dtype)
     came = {rank: rows[i * own.size :][: own.size] for i, rank in enumerate(others)}
-    yield comm.start(
-        {rank: _octets(values[spans[rank]]) for rank in others},
-        {rank: _octets(row) for rank, row in came.items()},
-        _PARTS_TAG,
-    )
+    yield comm.start({rank: values[spans[rank]] for rank in others}, came, _PARTS_TAG)
     terms = [values[spans[me]] if rank == me else came[rank] for rank in range(size)]
     # Partial sums overwrite a received part, which is the third argument.
     add_in_order(terms, own, terms[1 if me == 0 else 0], function)
@@ -173,8 +169,8 @@ def exchanged_sum(
     # Other sums may use this memory now.
     del rows, came, terms
     yield comm.start(
-        dict.fromkeys(others, _octets(own)),
-        {rank: _octets(total[spans[rank]]) for rank in others},
+        dict.fromkeys(others, own),
+        {rank: total[spans[rank]] for rank in others},
         _SUMS_TAG,
     )
 
@@ -184,11 +180,6 @@ def _parts(count: int, comm: InterruptibleComm) -> tuple[list[slice], list[int]]
     spans = [slice_of(count, rank, comm.size) for rank in range(comm.size)]
     others = [(comm.rank + shift) % comm.size for shift in range(1, comm.size)]
     return spans, others
-
-
-def _octets(array: Array) -> Array:
-    # Send bytes, so that dtypes without an MPI datatype work, too.
-    return array.view(np.uint8)
 
 
 class _Flow(Waitable):

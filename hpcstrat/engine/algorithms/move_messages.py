@@ -14,7 +14,7 @@ import numpy as np
 
 from hpcstrat.engine.algorithms.blocks import Block, MoveBlocks
 from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.channel.interruptible import InterruptibleComm
+from hpcstrat.engine.channel.interruptible import MOST_MESSAGE_BYTES, InterruptibleComm
 from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
 from hpcstrat.engine.typing import Array
 
@@ -75,7 +75,7 @@ def _exchanged(
     if comm.rank in memory:
         memory[comm.rank][...] = own
     messages = {rank: part for rank, part in memory.items() if rank != comm.rank}
-    yield comm.exchanging(parts, messages, _TAG)
+    yield comm.start(parts, messages, _TAG, MOST_MESSAGE_BYTES)
     for rank, some in taken.items():
         _copy_out(memory[rank], some, some[0][0].offset)
 

@@ -19,16 +19,21 @@ from hpcstrat.engine.channel.waitable import Waitable
 from hpcstrat.engine.topology.kept_requests import keep
 from hpcstrat.engine.topology.topology import Topology
 
-__all__ = ["AbortMessages"]
+__all__ = ["NOWHERE", "AbortMessages", "Point"]
 
 _TAG = 11
 # Size of a message, so small that MPI sends it before the receive is posted.
 _MOST_BYTES = 600
-# The head of a message: the sender's ``point``, see `AbortMessages.tell`.
+# The head of a message: the sender's `Point`.
 _HEAD = struct.Struct("=qq")
 _ON_THE_WAY_SECONDS = 2.0
-_Point = tuple[int, int]
-_NOWHERE: _Point = -1, -1
+
+Point = tuple[int, int]
+"""The numbers of headers that a rank had posted when it began, and when it left, the
+entry that failed, if it left the entry between two headers."""
+
+NOWHERE: Point = -1, -1
+"""Stands for the point of a rank that cannot resume."""
 
 
 class AbortMessages(Waitable):
@@ -50,18 +55,19 @@ class AbortMessages(Waitable):
         """
         # The text of this rank's own message, or of a message that it passes on; the
         # point at which this rank left its call; the ranks not notified yet.
-        self._text, self._point, self._untold = "", _NOWHERE, set[int]()
+        self._text, self._point, self._untold = "", NOWHERE, set[int]()
         # The point and the text of each message received, by the rank that sent it.
-        self._came: dict[int, tuple[_Point, str]] = {}
+        self._came: dict[int, tuple[Point, str]] = {}
 
-    def tell(self, text: str, point: _Point = _NOWHERE) -> None:
-        """Send an abort message to all other ranks, without waiting for them.
-
-        ``point`` is given if this rank is between two headers: the numbers of headers
-        that it had posted when it began, and when it left, the entry that failed.
-        """
+    def tell(self, text: str, point: Point = NOWHERE) -> None:
+        """Send an abort message to all other ranks, without waiting for them."""
         self._text, self._point, self._untold = text, point, set(self._others)
         self._finish()
+
+    @property
+    def may_resume(self) -> bool:
+        """True if this rank has left a call between two headers; not collective."""
+        return self._point != NOWHERE
 
     def _finish(self) -> None:
         """Send this rank's message to all ranks that it has not notified yet."""
@@ -112,11 +118,11 @@ class AbortMessages(Waitable):
         """Return whether all ranks have left the same call at the same point."""
         self.look()
         points = {point for point, _ in self._came.values()}
-        return not self.missing() and points == {self._point} != {_NOWHERE}
+        return not self.missing() and points == {self._point} != {NOWHERE}
 
     def missing(self) -> list[int]:
         """Return the ranks without a message; ``[]`` if some rank cannot resume."""
         self.look()
-        if any(point == _NOWHERE for point, _ in self._came.values()):
+        if any(point == NOWHERE for point, _ in self._came.values()):
             return []
         return sorted(self._others - self._came.keys())

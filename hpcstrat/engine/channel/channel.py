@@ -172,8 +172,7 @@ class Channel:
     ) -> bool:
         """Post a header, wait for all ranks' headers, and return whether all agree."""
         failures = self.failures
-        if failures.broken or self.closed or failures.leaving is not None:
-            failures.refuse(call)
+        failures.refuse(call)
         if self.pending:
             self.pending.drain()
             failures.refuse(call)
@@ -342,8 +341,8 @@ class Channel:
         # Restart, because an interrupted call may have taken a place on this rank only.
         self.rings.restart()
         self.post(_LEAVING, 0, LEFT)
-        now, thread = time.monotonic(), threading.get_ident()
-        self.waiter.waiting = Waiting(_LEAVING, now, thread, leaves=True)
+        begun = time.monotonic(), threading.get_ident()
+        self.waiter.waiting = Waiting(self.waiter, _LEAVING, *begun, leaves=True)
 
     def poll_leave(self) -> str | None:
         """Return a text on ranks that made another call instead of leaving the program.
@@ -402,7 +401,6 @@ class Channel:
 class ClosedChannel:
     """A channel whose calls all raise CollectiveError; no method is collective."""
 
-    num_calls = told_at = 0
     broken, closed = "", True
     device_group = elsewhere = None
 
@@ -430,11 +428,7 @@ class ClosedChannel:
 
     agree = refuse
 
-    def moving(self, call: Call) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager that does nothing."""
-        return contextlib.nullcontext()
-
     def fail(self, *_: Any) -> None:
         """Do nothing: there are no other ranks to notify, and no arrays to release."""
 
-    leave = forget_done = fail
+    forget_done = fail

@@ -173,16 +173,19 @@ def advice_on_lengths(calls: Iterable[str]) -> str:
 class Failure:
     """A failure of ranks, or a difference between their calls, as all ranks know it.
 
-    ``error`` is raised on ranks that have no error of their own.
+    ``error`` is raised on ranks that have no error of their own; by default, it
+    explains the ``announcements``.
     """
 
     def __init__(
-        self, error: CollectiveError, announcements: Sequence[Announcement]
+        self,
+        announcements: Sequence[Announcement],
+        error: CollectiveError | None = None,
     ) -> None:
-        self.error = error
+        self.error = error or explain(announcements)
         causes = _failed(announcements)
-        self._names = causes[0].classes if causes else ()
-        self._kind, _ = _common_class(self._names)
+        self._names = causes[0].classes if causes else ("",)
+        self._kind = _common_class(self._names)[0] if causes else CollectiveError
         innermost = min(a.depth for a in announcements)
         # If a rank has several started calls, the ranks do not know which of them the
         # other ranks have started: then the innermost common section ends, too.
@@ -200,15 +203,10 @@ class Failure:
         That is its own error if it has the class of the first failed rank's error, so
         that one ``except`` clause catches the errors of all ranks.
         """
-        if error is None:
+        if error is None or error is self.error:
             return self.error
-        if not self._names:
-            keeps = isinstance(error, CollectiveError)
-        elif self._kind is not None and isinstance(error, self._kind):
-            keeps = True
-        else:
-            keeps = _class_names(error)[:1] == self._names[:1]
-        if keeps or error is self.error:
+        alike = self._kind is not None and isinstance(error, self._kind)
+        if alike or _class_names(error)[:1] == self._names[:1]:
             return error
         self.error.__cause__ = error
         return self.error

@@ -73,7 +73,7 @@ def enter(
 
     Errors name the call by the function's argument ``what``, if it has one.
     """
-    if channel is None:
+    if channel is None or channel.closed:
         return function(*args, **kwargs)
     if channel.elsewhere is not None:
         channel.elsewhere()
@@ -213,7 +213,6 @@ def _refuse(channel: Any, other: int, what: str) -> NoReturn:
         except BaseException as error:
             # Raise the interrupt later, after the other ranks have been notified.
             interrupt = error
-    failures.between_calls = False
     failures.aborts.tell(f"{text} on a rank")
     if interrupt is not None:
         raise interrupt

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from hpcstrat.engine.call_sites import call_site
-from hpcstrat.engine.channel.abort_messages import AbortMessages
+from hpcstrat.engine.channel.abort_messages import NOWHERE, AbortMessages, Point
 from hpcstrat.engine.channel.call import Call, describe_call
 from hpcstrat.engine.channel.call_state import Watched
 from hpcstrat.engine.channel.disagreement import (
@@ -33,7 +33,6 @@ from hpcstrat.engine.channel.disagreement import (
     Failure,
     announce_error,
     differing,
-    explain,
 )
 from hpcstrat.engine.channel.entries import is_inner, refuse_inner
 from hpcstrat.engine.channel.waitable import LengthsDifferError
@@ -75,16 +74,13 @@ class Failures:
         self.broken, self.leaving = "", None
         # This rank's number in the job, which errors name.
         self.rank: int = channel.topology.job_ranks[comm.rank]
-        # True if ``broken`` was set between two headers: then `resume` may succeed, and
-        # `look` does not raise.
-        self.between_calls = False
         # The number of the last header by which all ranks have learned of an error.
         self.told_at = 0
         # Number of sections that this rank is in.
         self.depth = 0
         self.aborts = AbortMessages(channel.topology, comm)
-        # The error of the first call in which this rank has found that ranks are dead.
-        self.lost: RankLostError | None = None
+        # The dead ranks that this rank knew when it first found that ranks are dead.
+        self.lost: tuple[int, ...] | None = None
         # True if the ranks have announced different numbers of steps.
         self._apart = False
 
@@ -127,7 +123,7 @@ class Failures:
         found = differing(announcements)
         # If the lengths differ, the places may differ, too.
         if found is None or ("place" in found and "lengths" not in found):
-            raise self._conclude(announcements, explain(announcements)).error
+            raise self._conclude(announcements).error
         # A notice sets a flag in the header; this flag may be the only difference.
         error, goes_on = None, any(a.notice for a in announcements)
         if "run_fingerprint" in found:
@@ -141,7 +137,7 @@ class Failures:
             self.told_at = channel.num_calls
             raise LengthsDifferError(call)
         if not goes_on:
-            raise self._conclude(announcements, error or explain(announcements)).error
+            raise self._conclude(announcements, error).error
         channel.agree(call, timeout_seconds, carried)
 
     def fail(
@@ -173,8 +169,7 @@ class Failures:
 
     def exchange(self, announcement: Announcement) -> Failure:
         """Exchange announcements between all ranks; return the resulting failure."""
-        announcements = self._gather(announcement)
-        return self._conclude(announcements, explain(announcements))
+        return self._conclude(self._gather(announcement))
 
     def _gather(self, announcement: Announcement) -> list[Announcement]:
         channel, position = self._channel, self._channel.position
@@ -193,8 +188,9 @@ class Failures:
             # The notice was sent. If a signal handler has set another notice meanwhile,
             # keep the new notice for the next header.
             channel.notice = ""
-        told = {rank: a.notice for rank, a in enumerate(announcements)}
-        channel.noticed |= {rank: text for rank, text in told.items() if text}
+        channel.noticed |= {
+            r: a.notice for r, a in enumerate(announcements) if a.notice
+        }
         # Keep the step counts, and reset only the fingerprint to them: ranks with
         # different counts are not at the same point, even after a caught error.
         if len({(a.flags, a.text) for a in announcements}) > 1:
@@ -210,10 +206,11 @@ class Failures:
         return announcements
 
     def _conclude(
-        self, announcements: list[Announcement], error: CollectiveError
+        self, announcements: list[Announcement], error: CollectiveError | None = None
     ) -> Failure:
         """Store and return the failure that ends a call, whose data no rank reads."""
-        channel, failure = self._channel, Failure(error, announcements)
+        channel, failure = self._channel, Failure(announcements, error)
+        error = failure.error
         channel.rings.restart()
         leavers = [a.rank for a in announcements if a.flags & LEFT]
         if leavers:
@@ -270,7 +267,7 @@ class Failures:
         elif is_inner(error) or not isinstance(error, HpcstratError):
             # Errors of the library's own classes are raised on every rank. If there are
             # pending calls, the ranks cannot resume, because their rings may differ.
-            point = None if channel.pending else entered
+            point = NOWHERE if channel.pending else (entered, channel.num_calls)
             self.break_off(f"{what} was left", error, point)
 
     def loss(self, error: BaseException, what: str) -> RankLostError | None:
@@ -296,18 +293,16 @@ class Failures:
             ranks = sorted(known)
             who = f"the processes of ranks {ranks} have" if ranks else "a rank has"
             text = f"expected all ranks in {what}, found that {who} died; {advice}"
-            # Do not keep the error that is raised: its traceback keeps arrays alive.
-            self.lost, found = (RankLostError(text, ranks) for _ in range(2))
+            self.lost, found = tuple(ranks), RankLostError(text, ranks)
         self.broken, found.__cause__ = "a rank has died", error
         return found
 
     def _lost_before(self, what: str) -> RankLostError:
         """Return an error for a later call that names the same dead ranks."""
-        assert self.lost is not None
-        ranks = self.lost.ranks
+        ranks = list(self.lost or ())
         return RankLostError(
             f"expected a strategy of living ranks for {what}, found one with the lost "
-            f"ranks {list(ranks)}; {_LEAVE}",
+            f"ranks {ranks}; {_LEAVE}",
             ranks,
         )
 
@@ -339,28 +334,24 @@ class Failures:
         loss = self.loss(error, call.text)
         if loss is not None:
             raise loss
-        self.between_calls = False
         self.break_off(f"{call.text} was interrupted", error)
 
     def break_off(
-        self, what: str, error: BaseException, entered: int | None = None
+        self, what: str, error: BaseException, point: Point = NOWHERE
     ) -> None:
         """End all calls of this rank, and send abort messages; does not wait.
 
-        Between two headers, ``entered`` is the ``num_calls`` when the entry began.
+        Between two headers, this rank may `resume` at this ``point`` of the program.
         """
         if self.broken:
             return
-        self.between_calls = entered is not None
-        self.broken = f"{what} by {type(error).__name__} on rank {self.rank}"
+        text = f"{what} by {type(error).__name__} on rank {self.rank}"
         if isinstance(error, CollectiveError):
             # Include the error's message, such as which rank did not arrive in time:
             # the other ranks wait for that rank, too.
-            self.broken += f" ({error})"
-        if entered is None:
-            self.aborts.tell(self.broken)
-        else:
-            self.aborts.tell(self.broken, (entered, self._channel.num_calls))
+            text += f" ({error})"
+        self.broken = text
+        self.aborts.tell(text, point)
 
     def look(self) -> None:
         """Raise CollectiveError if another rank or thread has ended all calls.
@@ -370,7 +361,7 @@ class Failures:
         for_data = self._channel.exchanging is not None
         told = self.aborts.look(self._channel.num_calls, for_data=for_data)
         self.broken = self.broken or told
-        if self.broken and not self.between_calls and self.lost is None:
+        if self.broken and not self.aborts.may_resume and self.lost is None:
             raise CollectiveError(
                 f"expected every rank to go on, found that {self.broken}; end the "
                 "program on every rank"
@@ -382,29 +373,29 @@ class Failures:
         Returns whether calls are possible again. ``what`` names the next call, which
         must not have copied data into the rings yet.
         """
-        if not self.between_calls:
+        if not self.aborts.may_resume:
             return False
         channel, broken, call = self._channel, self.broken, describe_call(what)
         try:
             met: bool = channel.waiter.wait(self.aborts, call)
-            # Try only once: each rank sends its abort message only once.
-            self.between_calls = False
             if met:
                 self.aborts.forget()
                 # A call that was left before its header may have taken a place.
                 channel.rings.restart()
                 self.broken = ""
         except BaseException as error:
-            # Notify the other ranks, which may have resumed and wait for this rank.
-            self.between_calls, self.broken = False, broken
+            self.broken = broken
             loss = self.loss(error, what)
             if loss is not None:
                 raise loss from error
+            # Notify the other ranks, which may have resumed and wait for this rank.
             self.aborts.tell(broken)
             raise
         if met:
             # Wait for all ranks: some may still read places that are overwritten next.
             channel.agree(_RESUMING)
+        else:
+            self.aborts.tell(broken)
         return met
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from hpcstrat.engine.arrays.recycling import Recycler
 from hpcstrat.engine.channel.waitable import Exchange, Message, Waitable
 
-__all__ = ["EAGER_BYTES", "PIECE_BYTES", "InterruptibleComm"]
+__all__ = ["EAGER_BYTES", "MOST_MESSAGE_BYTES", "PIECE_BYTES", "InterruptibleComm"]
 
 PIECE_BYTES = 1 << 20
 """Size of the pieces of an array; the fastest in sums of 64 MiB on two ranks."""
@@ -28,8 +28,9 @@ Over TCP, MPI sends a message of more than 64 KiB only after the receiver has an
 and this answer waits in the queue behind the data of other messages.
 """
 
-# Limits of one MPI call: many MPI libraries support no counts past 2**31 - 1.
-_MOST_MESSAGE_BYTES = 64 << 20
+MOST_MESSAGE_BYTES = 64 << 20
+"""Size of the largest messages: many MPI libraries support no counts past 2**31 - 1."""
+
 _MOST_GATHERED_BYTES = 1 << 30
 _TAG = 13
 _RECYCLED_BYTES = 32 << 20
@@ -86,7 +87,7 @@ class InterruptibleComm:
         tag: int,
         most_bytes: int = EAGER_BYTES,
     ) -> Exchange:
-        """Start to send uint8 arrays to ranks, and to receive arrays from other ranks.
+        """Start to send flat arrays to ranks, and to receive arrays from other ranks.
 
         Not collective. Sender and receiver must use the same sizes and the same limit
         of a message, ``most_bytes``. Exchanges between two ranks with the same tag are
@@ -96,28 +97,19 @@ class InterruptibleComm:
         calls = (self._comm.Irecv, received), (self._comm.Isend, sent)
         for call, arrays in calls:
             for rank, array in arrays.items():
-                for start in range(0, array.nbytes, most_bytes):
-                    message = array[start : start + most_bytes]
+                # Send bytes, so that dtypes without an MPI datatype work, too.
+                data = array.view(np.uint8)
+                exchange.nbytes += data.nbytes
+                for start in range(0, data.nbytes, most_bytes):
+                    message = data[start : start + most_bytes]
                     exchange.requests.append(call(message, rank, tag))
-        return exchange
-
-    def exchanging(
-        self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int
-    ) -> Exchange:
-        """Start to exchange flat arrays of any dtype; not collective."""
-        out, into = (
-            {rank: array.view(np.uint8) for rank, array in arrays.items()}
-            for arrays in (sent, received)
-        )
-        exchange = self.start(out, into, tag, _MOST_MESSAGE_BYTES)
-        exchange.nbytes = sum(a.nbytes for a in (*out.values(), *into.values()))
         return exchange
 
     def exchange(
         self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int
     ) -> None:
         """Exchange flat arrays of any dtype, and wait for the data; not collective."""
-        self._wait(self.exchanging(sent, received, tag))
+        self._wait(self.start(sent, received, tag, MOST_MESSAGE_BYTES))
 
     def gathering(self, whole: Any, sizes: Sequence[int]) -> Iterator[Message]:
         """Send this rank's part of a uint8 array to all ranks, and receive their parts.

@@ -71,7 +71,11 @@ class PendingCall:
             return
         self._stages = _make(channel, call, steps, timeout_seconds)
         next(self._stages)
-        channel.pending.start(self)
+        try:
+            channel.pending.start(self)
+        except BaseException as error:
+            self._lose(error)
+            raise
 
     def test(self) -> bool:
         """Advance the call without waiting, and return whether it has ended.

@@ -43,7 +43,6 @@ class SharedRings:
         self.ring_bytes = self.slot_bytes * SLOTS_IN_RING
         self._state = state
         self._bytes = parts[:, : self.ring_bytes]
-        self._typed: dict[np.dtype[Any], Array] = {}
         self._scratch: dict[np.dtype[Any], Array] = {}
         self._rows: dict[Any, list[Array]] = {}
 
@@ -77,7 +76,6 @@ class SharedRings:
 
     def close(self) -> None:
         """Release all views of the shared memory; not collective."""
-        self._typed.clear()
         self._rows.clear()
         self._bytes = np.empty((0, 0), np.uint8)
 
@@ -86,10 +84,7 @@ class SharedRings:
 
         The array's shape is (ranks of the worker, elements of a ring).
         """
-        typed = self._typed.get(dtype)
-        if typed is None:
-            typed = self._typed[dtype] = self._bytes.view(dtype)
-        return typed
+        return self._bytes.view(dtype)
 
     def rows(self, run: Run, place: int) -> list[Array]:
         """Return each rank's values of ``run`` in the place at offset ``place``."""

@@ -84,6 +84,7 @@ class Spin:
 class Waiting:
     """One wait of a rank; times are readings of ``time.monotonic``."""
 
+    waiter: Waiter
     call: Call
     start: float
     thread: int
@@ -100,17 +101,19 @@ class Waiting:
     # Time until which the watchdog may still write a report, so the wait must not end.
     held_until: float = -math.inf
 
-    def begin(self, slow_until: float = -math.inf) -> float:
-        """Return the time from which warnings and limits are counted.
+    @property
+    def begin(self) -> float:
+        """The time from which warnings and limits are counted.
 
         Time for which late ranks, and the waiting rank, are slow does not count.
         """
-        return max(self.start, self.patient_until, slow_until)
+        return max(self.start, self.patient_until, self.waiter.slow_until)
 
-    def last_look(self, limit_seconds: float, slow_until: float = -math.inf) -> float:
-        """Return when the watchdog must look for late ranks again, before the limit."""
-        lead = min(_LEAD_SECONDS, limit_seconds / 2)
-        return self.begin(slow_until) + limit_seconds - lead
+    @property
+    def last_look(self) -> float:
+        """When the watchdog must look for late ranks again, before the limit."""
+        limit = self.waiter.limit_seconds
+        return self.begin + limit - min(_LEAD_SECONDS, limit / 2)
 
 
 class Waiter:
@@ -182,7 +185,7 @@ class Waiter:
             self._steps.sleep(_FIRST_NAP_SECONDS)
             if agreed():
                 return True
-        waiting = Waiting(call, start, threading.get_ident())
+        waiting = Waiting(self, call, start, threading.get_ident())
         waiting.timeout_seconds = timeout_seconds
         outer, self.waiting = self.waiting, waiting
         try:
@@ -209,8 +212,7 @@ class Waiter:
                         "output",
                         dead,
                     )
-            if now > waiting.start + (waiting.timeout_seconds or self.limit_seconds):
-                self.check_limit(waiting)
+            self.check_limit(waiting)
             self._look()
             nap = max((now - waiting.start) * share, _SHORTEST_NAP_SECONDS)
             sleep(min(nap, _LONGEST_NAP_SECONDS))
@@ -225,12 +227,14 @@ class Waiter:
         now, limit, argument = time.monotonic(), self.limit_seconds, "limit_seconds"
         if waiting.timeout_seconds:
             limit, argument = waiting.timeout_seconds, "timeout_seconds"
+            end = waiting.start + limit
         else:
-            end = waiting.begin(self.slow_until) + limit
-            looked = waiting.looked_at >= waiting.last_look(limit, self.slow_until)
-            unclear = not looked or now < waiting.held_until
-            if now < end or (self.watched and unclear and now < end + _VERDICT_SECONDS):
-                return
+            end = waiting.begin + limit
+            unclear = waiting.looked_at < waiting.last_look or now < waiting.held_until
+            if self.watched and unclear:
+                end += _VERDICT_SECONDS
+        if now < end:
+            return
         late = list(waiting.late or self.late)
         some = f"ranks {late}" if late and -1 not in late else "other ranks"
         raise CollectiveError(

@@ -126,7 +126,8 @@ class Watch:
             status.since = now if waiting is None else waiting.start
             self._exchange = None
             if waiting is None and exchanging is not None:
-                self._exchange = Waiting(exchanging, now, self._main)
+                begun = exchanging, now, self._main
+                self._exchange = Waiting(channel.waiter, *begun)
 
     def _asked_at(self) -> float:
         return max((s.asks_at for s in self.statuses() if s), default=-math.inf)

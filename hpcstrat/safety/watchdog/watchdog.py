@@ -151,11 +151,10 @@ class _Watchdog:
 
     def _is_due(self, watch: Watch, waiting: Waiting, now: float) -> bool:
         """Return whether this rank has to make an inquiry now."""
-        slow_until = watch.channel.waiter.slow_until
         warn, looked = watch.warn_seconds, waiting.looked_at
         milestones = [
-            waiting.begin(slow_until) + warn,
-            waiting.last_look(watch.limit_seconds, slow_until),
+            waiting.begin + warn,
+            waiting.last_look,
             looked + _REPEAT * warn,
         ]
         if waiting.patient_until > now:
@@ -184,10 +183,12 @@ class _Watchdog:
         inquiry = Inquiry(one, waiting, self._serve)
         if not inquiry.run():
             return
-        now, slow_until = time.monotonic(), watch.channel.waiter.slow_until
-        begin, warn = waiting.begin(slow_until), watch.warn_seconds
-        reported_at = watch.reported_at()
-        if now < min(begin + warn, waiting.last_look(watch.limit_seconds, slow_until)):
+        now, warn, reported_at = (
+            time.monotonic(),
+            watch.warn_seconds,
+            watch.reported_at(),
+        )
+        if now < min(waiting.begin + warn, waiting.last_look):
             return
         if reported_at > waiting.start and now < reported_at + (_REPEAT - 0.5) * warn:
             return
@@ -213,11 +214,10 @@ def _waits_long(status: Status, watch: Watch, now: float) -> bool:
 
 def _is_over(watch: Watch, waiting: Waiting, now: float) -> bool:
     """Return whether the time limit has passed without an error in the main thread."""
-    waiter = watch.channel.waiter
-    end = waiting.begin(waiter.slow_until) + watch.limit_seconds
+    end = waiting.begin + watch.limit_seconds
     if waiting.timeout_seconds is not None:
         end = max(end, waiting.start + waiting.timeout_seconds)
-    blocked = waiter.waiting is None
+    blocked = watch.channel.waiter.waiting is None
     return watch.waiting() is waiting and now > end + (0 if blocked else _GRACE_SECONDS)
 
 
