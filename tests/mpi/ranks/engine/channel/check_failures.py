@@ -595,6 +595,22 @@ def test_the_place_of_the_error_is_named(make_strategy: Any, job: Any) -> None:
             assert error.ranks == (1,)
 
 
+def test_a_rank_that_fails_with_a_plain_exception_raises_it(
+    make_strategy: Any, job: Any
+) -> None:
+    def step() -> None:
+        if job.rank == 0:
+            raise Exception("no class of its own")
+
+    with make_strategy(on_error="raise") as strategy:
+        error = outcome(strategy.run, step)
+        if job.rank == 0:
+            assert type(error) is Exception
+        else:
+            assert type(error) is hs.ReplicaError
+            assert error.ranks == (0,)
+
+
 def test_a_rule_that_fails_on_one_rank_changes_nothing(
     make_strategy: Any, job: Any
 ) -> None:
