@@ -117,7 +117,7 @@ def _finish_on_gpu(channel: Channel) -> None:
         while not ended.agreed():
             if time.monotonic() > look_at:
                 look_at = time.monotonic() + 1
-                _end_with(channel.steps.dead())
+                _end_with(channel, channel.steps.dead())
             time.sleep(_LONGEST_NAP_SECONDS)
     except Exception as error:
         _end_job(f"its GPU has failed: {error}")
@@ -168,13 +168,16 @@ def _check_alive(waiting: list[Channel]) -> None:
         dead = channel.steps.dead()
         # Ignore dead ranks that have announced their end.
         if set(dead).intersection(channel.headers.missing()):
-            _end_with(dead)
+            _end_with(channel, dead)
 
 
-def _end_with(dead: list[int]) -> None:
+def _end_with(channel: Channel, dead: list[int]) -> None:
     """End the job if ranks for which this rank waits are dead."""
     if dead:
-        _end_job(f"the processes of ranks {dead} have died; look for their last output")
+        names = channel.topology.in_job(dead)
+        _end_job(
+            f"the processes of ranks {names} have died; look for their last output"
+        )
 
 
 def _end_job(reason: str) -> None:

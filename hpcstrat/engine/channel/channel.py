@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from hpcstrat.engine.channel.call import Call, describe_call
 from hpcstrat.engine.channel.call_state import CallState, Position, Watched
-from hpcstrat.engine.channel.disagreement import LEFT, NOTICE, Announcement
+from hpcstrat.engine.channel.disagreement import LEFT, NOTICE
 from hpcstrat.engine.channel.failures import Failures
 from hpcstrat.engine.channel.headers import SegmentHeaders, make_kernel
 from hpcstrat.engine.channel.interruptible import InterruptibleComm
@@ -150,9 +150,8 @@ class Channel:
         flags = NOTICE if self.notice else 0
         recorder: Any = active.recorder
         start = recorder and recorder.enter(call.text)
-        mark = self.state.run_fingerprint
         try:
-            agreed = self.announce(call, mark, flags, timeout_seconds, carried)
+            agreed = self.announce(call, flags, timeout_seconds, carried)
         finally:
             if recorder is not None:
                 about: dict[str, Any] = {"how": call.how} if call.how else {}
@@ -165,7 +164,6 @@ class Channel:
     def announce(
         self,
         call: Call,
-        run: int,
         flags: int = 0,
         timeout_seconds: float | None = None,
         carried: HeaderPayload | None = None,
@@ -177,7 +175,7 @@ class Channel:
             self.pending.drain()
             failures.refuse(call)
         try:
-            self.post(call, run, flags, carried)
+            self.post(call, self.state.run_fingerprint, flags, carried)
             return self.wait_header(call, timeout_seconds)
         except BaseException as error:
             failures.interrupted(call, error)
@@ -360,9 +358,8 @@ class Channel:
         self.waiter.waiting = None
         if self.headers.agreed():
             return ""
-        announcement = Announcement(self.failures.rank, LEFT, "left the program")
         try:
-            return str(self.failures.exchange(announcement).error)
+            return str(self.failures.exchange(_LEAVING.text, flags=LEFT).error)
         except CollectiveError as error:
             return str(error)
 
@@ -387,7 +384,7 @@ class Channel:
         self.closed = True
         if self.device_group is not None:
             self.device_group.abandon()
-        self.failures.wake()
+        self.topology.revoke()
         _abandoned.append((self.headers, list(self.pending)))
         self.pending.clear()
         self._let_go()

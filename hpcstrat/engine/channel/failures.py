@@ -36,12 +36,13 @@ from hpcstrat.engine.channel.disagreement import (
 )
 from hpcstrat.engine.channel.entries import is_inner, refuse_inner
 from hpcstrat.engine.channel.waitable import LengthsDifferError
-from hpcstrat.engine.topology.survival import is_loss, lost_ranks, revoke
+from hpcstrat.engine.topology.survival import is_loss, lost_ranks
 from hpcstrat.errors import (
     CollectiveError,
     HpcstratError,
     OutOfRangeError,
     RankLostError,
+    ReplicaError,
 )
 
 __all__ = ["Failures", "Section"]
@@ -156,20 +157,24 @@ class Failures:
         if not leaves and getattr(error, _ANNOUNCED, None) == told:
             # All ranks already know of this error, from the call that raised it.
             return None
-        announcement = announce_error(self.rank, what, error)
-        agreed = channel.announce(_FAILING, 0, FAILED)
-        with contextlib.suppress(Exception):
-            setattr(error, _ANNOUNCED, (id(self), channel.num_calls))
+        agreed = channel.announce(_FAILING, FAILED)
         # Exchange announcements even if all ranks have failed: they may have failed at
         # different points of the program.
-        failure = self.exchange(announcement)
-        if not agreed and not announcement.secondary:
+        failure = self.exchange(what, error)
+        with contextlib.suppress(Exception):
+            setattr(error, _ANNOUNCED, (id(self), channel.num_calls))
+        if not agreed and not isinstance(error, ReplicaError):
             error.add_note(f"hpcstrat: on the other replicas: {failure.error}")
         return failure
 
-    def exchange(self, announcement: Announcement) -> Failure:
-        """Exchange announcements between all ranks; return the resulting failure."""
-        return self._conclude(self._gather(announcement))
+    def exchange(
+        self, what: str, error: BaseException | None = None, flags: int = 0
+    ) -> Failure:
+        """Announce a call, or this rank's error in it; return what all ranks found."""
+        own = Announcement(self.rank, flags, what)
+        if error is not None:
+            own = announce_error(self.rank, what, error)
+        return self._conclude(self._gather(own))
 
     def _gather(self, announcement: Announcement) -> list[Announcement]:
         channel, position = self._channel, self._channel.position
@@ -287,11 +292,14 @@ class Failures:
         else:
             advice = "start the job again, and restore a checkpoint"
             if topology.survives:
-                self.wake()
+                # Otherwise a rank that waits for a living rank would not notice the
+                # death.
+                topology.revoke()
                 known.update(self._reported(bool(known)))
                 advice = _LEAVE
             ranks = sorted(known)
-            who = f"the processes of ranks {ranks} have" if ranks else "a rank has"
+            names = topology.in_job(ranks)
+            who = f"the processes of ranks {names} have" if ranks else "a rank has"
             text = f"expected all ranks in {what}, found that {who} died; {advice}"
             self.lost, found = tuple(ranks), RankLostError(text, ranks)
         self.broken, found.__cause__ = "a rank has died", error
@@ -299,21 +307,12 @@ class Failures:
 
     def _lost_before(self, what: str) -> RankLostError:
         """Return an error for a later call that names the same dead ranks."""
-        ranks = list(self.lost or ())
+        ranks = self.lost or ()
         return RankLostError(
             f"expected a strategy of living ranks for {what}, found one with the lost "
-            f"ranks {ranks}; {_LEAVE}",
+            f"ranks {self._channel.topology.in_job(ranks)}; {_LEAVE}",
             ranks,
         )
-
-    def wake(self) -> None:
-        """Make every MPI call fail on all ranks, if the topology survives a loss.
-
-        Otherwise a rank that waits for a living rank would not notice the death.
-        """
-        if self._channel.topology.survives:
-            revoke([self._comm])
-            self._channel.topology.revoke()
 
     def _reported(self, knows: bool) -> list[int]:
         """Return the ranks that the launcher reports as dead; wait unless ``knows``."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from hpcstrat.engine.channel.call import Call, describe_call
-from hpcstrat.engine.channel.disagreement import FAILED, Announcement, announce_error
+from hpcstrat.engine.channel.disagreement import FAILED
 from hpcstrat.engine.channel.entries import is_inner, refuse_inner
 from hpcstrat.engine.channel.waitable import HEADER, WaitSteps, exhaust
 from hpcstrat.engine.observe.timeline import active, recorded_wait
@@ -182,12 +182,8 @@ def _make(
         waits = yield
     if failed is not None or not agreed:
         # All ranks reach this point: a FAILED flag, too, makes the headers unequal.
-        rank = channel.failures.rank
-        told = Announcement(rank, 0, call.text)
-        if failed is not None:
-            told = announce_error(rank, call.text, failed)
-        ended = channel.failures.exchange(told).error
-        raise failed or ended
+        ended = channel.failures.exchange(call.text, failed).error
+        raise ended if failed is None else failed
     awaited = channel.advance(steps, call, waits=waits)
     while awaited is not None:
         waits = yield

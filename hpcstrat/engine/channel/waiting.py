@@ -131,6 +131,7 @@ class Waiter:
         state: Any,
     ) -> None:
         self._look, self._steps, self._state = look, steps, state
+        self._topology = topology
         # The time limit of waits in calls without a limit of their own.
         self.limit_seconds = _LIMIT_SECONDS
         # The present wait, if it has taken longer than the spin.
@@ -208,8 +209,8 @@ class Waiter:
                 if dead:
                     raise RankLostError(
                         f"expected all ranks in {waiting.call.text}, found that the "
-                        f"processes of ranks {dead} have died; look for their last "
-                        "output",
+                        f"processes of ranks {self._topology.in_job(dead)} have died; "
+                        "look for their last output",
                         dead,
                     )
             self.check_limit(waiting)
@@ -235,10 +236,11 @@ class Waiter:
                 end += _VERDICT_SECONDS
         if now < end:
             return
-        late = list(waiting.late or self.late)
-        some = f"ranks {late}" if late and -1 not in late else "other ranks"
+        missing = [rank for rank in waiting.late or self.late if rank >= 0]
+        late = self._topology.in_job(missing)
         raise CollectiveError(
             f"expected all ranks in {waiting.call.text} within {limit:g} s, found that "
-            f"{some} did not come; see what they do, or raise {argument}",
-            [rank for rank in late if rank >= 0],
+            f"{f'ranks {late}' if late else 'other ranks'} did not come; see what they "
+            f"do, or raise {argument}",
+            late,
         )

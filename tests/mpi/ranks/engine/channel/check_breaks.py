@@ -133,3 +133,22 @@ def test_ranks_that_leave_the_same_call_again_and_again_go_on(
             total = strategy.reduce("sum", np.full(3, number), axis=None)
             np.testing.assert_array_equal(total, np.full(3, number * job.size))
         assert outcome(strategy.barrier) is None
+
+
+def test_late_ranks_are_named_by_their_numbers_in_the_job(job: Any) -> None:
+    if job.size < 3:
+        pytest.skip("a strategy of several ranks leaves out the first one")
+    part = job.Split(int(job.rank == 0), job.rank)
+    if job.rank > 0:
+        settings = hs.Settings(limit_seconds=1.0, watchdog=False)
+        strategy = hs.MultiWorkerMirroredStrategy(comm=part, settings=settings)
+        if job.rank == 1:
+            error = outcome(strategy.barrier)
+            late = list(range(2, job.size))
+            assert type(error) is hs.CollectiveError, error
+            assert f"found that ranks {late} did not come" in str(error)
+            assert error.ranks == tuple(late)
+        part.Barrier()
+        strategy.abandon()
+    job.Barrier()
+    part.Free()
