@@ -12,7 +12,7 @@ import numpy as np
 from hpcstrat.engine.algorithms.work import Work, add_in_order, divide, drain, fill
 from hpcstrat.engine.arrays.packing import Piece, Run
 from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.channel.waitable import HeaderStep, WaitSteps
+from hpcstrat.engine.channel.waitable import WaitSteps
 from hpcstrat.engine.channel.wire_headers import HeaderBlocks, carried_bytes
 from hpcstrat.engine.typing import Array
 
@@ -59,7 +59,7 @@ class HeaderSum:
             self._totals = [rows[0] for rows in self._rows]
         for run, values in zip(piece, own, strict=True):
             fill(run, work.sources, values)
-        yield HeaderStep(self)
+        yield self
         for run, total in zip(piece, self._totals, strict=True):
             drain(run, work.results, total)
 

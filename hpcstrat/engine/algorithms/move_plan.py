@@ -31,7 +31,7 @@ from hpcstrat.engine.algorithms.plan import (
 )
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.channel.waitable import HeaderStep, WaitSteps
+from hpcstrat.engine.channel.waitable import WaitSteps
 from hpcstrat.engine.channel.wire_headers import HeaderBlocks, carried_bytes
 from hpcstrat.engine.native import load
 from hpcstrat.engine.typing import Array
@@ -224,7 +224,7 @@ class _Carried(HeaderBlocks):
         """Send this rank's stream in the header, and take blocks from all streams."""
         if self._alone:
             self._own[: own.size] = own
-            yield HeaderStep(self)
+            yield self
             rows: Any = self.in_order
         else:
             rings = self._channel.rings
@@ -232,7 +232,7 @@ class _Carried(HeaderBlocks):
             place = rings.take(place_bytes)
             self._place = rings.of(np.dtype(np.uint8))[:, place : place + place_bytes]
             self._place[self._index, : own.size] = own
-            yield HeaderStep(self)
+            yield self
             whole = self._place[0, : self.nbytes * self.num_workers]
             rows = whole.reshape(self.num_workers, self.nbytes)
         for block, target in zip(takes, targets, strict=True):

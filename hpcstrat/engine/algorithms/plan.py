@@ -16,7 +16,7 @@ from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings
 from hpcstrat.engine.arrays.kinds import is_device
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.channel.waitable import HEADER, HeaderStep, WaitSteps, exhaust
+from hpcstrat.engine.channel.waitable import HEADER, WaitSteps, exhaust
 from hpcstrat.engine.channel.wire_headers import (
     HEADER_BYTES,
     WireHeaders,
@@ -220,7 +220,7 @@ class KernelPlan(Plan):
             targets = [np.require(r, requirements=["C", "A", "W"]) for r in results]
             started = one.start(sources, targets)
             assert started
-        yield HEADER if carried is None else HeaderStep(carried)
+        yield HEADER if carried is None else carried
         yield from _rest(self.channel, self.call, one, waits=waits)
         one.take_results()
         for result, target in zip(results, targets, strict=True):
@@ -262,9 +262,7 @@ def _waiter(channel: Any, call: Call, carried: SentValues | None) -> Callable[..
             # All values have arrived with the header: no rank waits for this one.
             one.go_on(0)
             return one.take_results()
-        with channel.moving(call):
-            for awaited in _rest(channel, call, one, waits=True):
-                channel.wait(awaited, call)
+        channel.advance(_rest(channel, call, one, waits=True), call, waits=True)
         return one.take_results()
 
     return wait

@@ -98,7 +98,7 @@ class AbortMessages(Waitable):
         for point, text in self._came.values():
             if call is None or self._ends(point[1], call, for_data):
                 if not self._text:
-                    self._text, self._untold = text, set(self._others)
+                    self.tell(text)
                 self._finish()
                 return text
         return ""

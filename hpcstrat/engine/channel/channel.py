@@ -25,7 +25,6 @@ from hpcstrat.engine.channel.shared_rings import SharedRings
 from hpcstrat.engine.channel.waitable import (
     EveryRankError,
     HeaderPayload,
-    HeaderStep,
     Waitable,
     WaitSteps,
 )
@@ -130,9 +129,7 @@ class Channel:
         if self.pending:
             # End the started calls first: their data use the same rings.
             self.pending.drain()
-        header = next(steps)
-        assert isinstance(header, HeaderStep)
-        self.agree(call, timeout_seconds, header.carried)
+        self.agree(call, timeout_seconds, next(steps))
         self.advance(steps, call, waits=True)
 
     def agree(

@@ -104,16 +104,9 @@ def _failed(announcements: Sequence[Announcement]) -> list[Announcement]:
     return [a for a in failed if not a.secondary] or failed
 
 
-def differing(announcements: Sequence[Announcement]) -> set[str] | None:
-    """Return in what ranks differ that are in the same call; None if they are not.
-
-    The places in the rings, the expected lengths of arrays, or the fingerprints of the
-    variables' copies: the names of the attributes of `Announcement`.
-    """
-    calls = {(a.flags, a.text, a.digest, a.steps) for a in announcements}
-    if len(calls) > 1 or announcements[0].flags:
-        return None
-    names = "place", "lengths", "run_fingerprint"
+def differing(announcements: Sequence[Announcement]) -> set[str]:
+    """Return the names of the attributes of `Announcement` in which calls differ."""
+    names = "flags", "text", "digest", "steps", "place", "lengths", "run_fingerprint"
     return {n for n in names if len({getattr(a, n) for a in announcements}) > 1}
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from types import TracebackType
 from typing import Any
 
 from hpcstrat.engine.call_sites import call_site
@@ -123,7 +122,8 @@ class Failures:
         announcements = self._gather(announcement)
         found = differing(announcements)
         # If the lengths differ, the places may differ, too.
-        if found is None or ("place" in found and "lengths" not in found):
+        same_call = {"lengths", "place"} if "lengths" in found else set[str]()
+        if found - same_call - {"run_fingerprint"}:
             raise self._conclude(announcements).error
         # A notice sets a flag in the header; this flag may be the only difference.
         error, goes_on = None, any(a.notice for a in announcements)
@@ -295,7 +295,7 @@ class Failures:
                 # Otherwise a rank that waits for a living rank would not notice the
                 # death.
                 topology.revoke()
-                known.update(self._reported(bool(known)))
+                known.update(lost_ranks(self._comm) if known else self._reported())
                 advice = _LEAVE
             ranks = sorted(known)
             names = topology.in_job(ranks)
@@ -314,16 +314,14 @@ class Failures:
             ranks,
         )
 
-    def _reported(self, knows: bool) -> list[int]:
-        """Return the ranks that the launcher reports as dead; wait unless ``knows``."""
+    def _reported(self) -> list[int]:
+        """Wait until the launcher reports dead ranks, and return these."""
         deadline = time.monotonic() + _REPORT_SECONDS
-        while True:
-            found = lost_ranks(self._comm)
-            if found or knows or time.monotonic() > deadline:
-                return found
+        while not (found := lost_ranks(self._comm)) and time.monotonic() < deadline:
             # A probe on COMM_SELF drives the progress of all MPI communication.
             self._channel.topology.mpi.COMM_SELF.Iprobe()
             time.sleep(_NAP_SECONDS)
+        return found
 
     def interrupted(self, call: Call, error: BaseException) -> None:
         """End all calls of all ranks, because this rank has left a call before its end.
@@ -412,7 +410,6 @@ class Section:
     ) -> None:
         self._channel, self._what = channel, what
         self._timeout_seconds = timeout_seconds
-        self._steps = (0, 0, 0)
 
     def __enter__(self) -> None:
         """Enter the section; not collective."""
@@ -420,12 +417,7 @@ class Section:
         self._channel.failures.depth += 1
         self._steps = self._channel.position.steps
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Leave the section, and raise the error of any rank on all ranks."""
         channel, failures = self._channel, self._channel.failures
         if channel.elsewhere is not None:

@@ -165,15 +165,14 @@ def _make(
     channel: Any, call: Call, steps: WaitSteps, timeout_seconds: float | None
 ) -> Generator[None, bool]:
     """Make a call; each ``yield`` returns whether to wait from then on."""
-    run, failed = channel.position.step_fingerprint, None
+    run, carried, failed = channel.position.step_fingerprint, HEADER, None
     waits = yield
-    header: Any = HEADER
     try:
-        header = next(steps)
+        carried = next(steps)
     except Exception as error:
         failed = error
     channel.failures.refuse(call)
-    channel.post(call, run, 0 if failed is None else FAILED, header.carried)
+    channel.post(call, run, 0 if failed is None else FAILED, carried)
     while (agreed := channel.poll_header(call)) is None:
         if waits:
             with channel.moving(call), recorded_wait(call.text):

@@ -3,9 +3,10 @@
 The code that moves the data of a call is a generator: it yields the `Waitable` for
 which it waits, and is resumed when this `Waitable` has arrived. `Channel.drive` runs
 such a generator to its end; a `PendingCall` runs it as far as possible without waiting.
-The generator of a whole call is called an algorithm, and yields `HEADER` first. If a
-rank fails before the header, the header reports the error to the other ranks. After the
-header no rank may fail alone, because the other ranks would wait for its data.
+The generator of a whole call is called an algorithm, and yields `HEADER` first, or the
+values that the header carries. If a rank fails before the header, the header reports
+the error to the other ranks. After the header no rank may fail alone, because the other
+ranks would wait for its data.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ __all__ = [
     "EveryRankError",
     "Exchange",
     "HeaderPayload",
-    "HeaderStep",
     "LengthsDifferError",
     "Message",
     "WaitSteps",
@@ -47,8 +47,9 @@ class Waitable(Protocol):
         return [] if self.agreed() else [-1]
 
 
-WaitSteps = Iterator[Waitable]
-"""The steps of a call, for which the channel waits one after the other."""
+WaitSteps = Iterator[Any]
+"""The steps of a call: `HEADER`, or the `HeaderPayload` that its header carries, then
+each `Waitable` for which the channel waits."""
 
 
 class HeaderPayload(Protocol):
@@ -72,18 +73,7 @@ class HeaderPayload(Protocol):
         ...
 
 
-class HeaderStep(Waitable):
-    """A stand-in for the header of a call, which only the channel can post."""
-
-    def __init__(self, carried: HeaderPayload | None = None) -> None:
-        self.carried = carried
-
-    def agreed(self) -> bool:
-        """Raise AssertionError: only the channel can wait for the header."""
-        raise AssertionError("an algorithm yields its header once, before all else")
-
-
-HEADER: Final = HeaderStep()
+HEADER: Final = None
 """An algorithm yields this after all work that does not need the header of the call."""
 
 
