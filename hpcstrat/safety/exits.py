@@ -174,7 +174,7 @@ def _check_alive(waiting: list[Channel]) -> None:
 def _end_with(channel: Channel, dead: list[int]) -> None:
     """End the job if ranks for which this rank waits are dead."""
     if dead:
-        names = channel.topology.in_job(dead)
+        names = [channel.topology.job_ranks[rank] for rank in dead]
         _end_job(
             f"the processes of ranks {names} have died; look for their last output"
         )

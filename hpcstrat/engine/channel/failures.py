@@ -298,7 +298,7 @@ class Failures:
                 known.update(lost_ranks(self._comm) if known else self._reported())
                 advice = _LEAVE
             ranks = sorted(known)
-            names = topology.in_job(ranks)
+            names = [topology.job_ranks[rank] for rank in ranks]
             who = f"the processes of ranks {names} have" if ranks else "a rank has"
             text = f"expected all ranks in {what}, found that {who} died; {advice}"
             self.lost, found = tuple(ranks), RankLostError(text, ranks)
@@ -308,9 +308,10 @@ class Failures:
     def _lost_before(self, what: str) -> RankLostError:
         """Return an error for a later call that names the same dead ranks."""
         ranks = self.lost or ()
+        names = [self._channel.topology.job_ranks[rank] for rank in ranks]
         return RankLostError(
             f"expected a strategy of living ranks for {what}, found one with the lost "
-            f"ranks {self._channel.topology.in_job(ranks)}; {_LEAVE}",
+            f"ranks {names}; {_LEAVE}",
             ranks,
         )
 

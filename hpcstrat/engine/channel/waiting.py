@@ -131,7 +131,8 @@ class Waiter:
         state: Any,
     ) -> None:
         self._look, self._steps, self._state = look, steps, state
-        self._topology = topology
+        # The ranks in the job, which errors name.
+        self._job_ranks = topology.job_ranks
         # The time limit of waits in calls without a limit of their own.
         self.limit_seconds = _LIMIT_SECONDS
         # The present wait, if it has taken longer than the spin.
@@ -207,10 +208,11 @@ class Waiter:
                 look_at = now + self._look_seconds
                 dead = self._steps.dead()
                 if dead:
+                    names = [self._job_ranks[rank] for rank in dead]
                     raise RankLostError(
                         f"expected all ranks in {waiting.call.text}, found that the "
-                        f"processes of ranks {self._topology.in_job(dead)} have died; "
-                        "look for their last output",
+                        f"processes of ranks {names} have died; look for their last "
+                        "output",
                         dead,
                     )
             self.check_limit(waiting)
@@ -236,8 +238,8 @@ class Waiter:
                 end += _VERDICT_SECONDS
         if now < end:
             return
-        missing = [rank for rank in waiting.late or self.late if rank >= 0]
-        late = self._topology.in_job(missing)
+        missing = waiting.late or self.late
+        late = [self._job_ranks[rank] for rank in missing if rank >= 0]
         raise CollectiveError(
             f"expected all ranks in {waiting.call.text} within {limit:g} s, found that "
             f"{f'ranks {late}' if late else 'other ranks'} did not come; see what they "

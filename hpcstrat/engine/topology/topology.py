@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import mmap
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hpcstrat.engine.topology.bindings import (
@@ -317,10 +317,6 @@ class Topology:
         Collective over ``replica_comm``. For the library's own modules.
         """
         return self._made(self.replica_comm, self.replica_comm.Dup)
-
-    def in_job(self, ranks: Iterable[int]) -> list[int]:
-        """Return the ranks in the job of ranks of ``replica_comm``; not collective."""
-        return [self.job_ranks[rank] for rank in ranks]
 
     def revoke(self) -> None:
         """Revoke this topology's communicators; this wakes ranks that wait in a call.

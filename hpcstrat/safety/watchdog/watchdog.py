@@ -224,7 +224,7 @@ def _is_over(watch: Watch, waiting: Waiting, now: float) -> bool:
 def _endless(watch: Watch, waiting: Waiting) -> str:
     """Return the reason for the end of a process that waits too long, as text."""
     seconds = time.monotonic() - waiting.start
-    names = watch.topology.in_job(waiting.late)
+    names = [watch.topology.job_ranks[rank] for rank in waiting.late]
     late = some_ranks(names) if names else "other ranks"
     return (
         f"it has waited {seconds:.0f} s in {waiting.call.text} (call "

@@ -146,7 +146,7 @@ def test_a_wait_for_records_ends_with_the_last_record(
     first, second = kernels(2)
     steps: Any = _Steps(first)
     topology: Any = SimpleNamespace(
-        survives=False, num_workers=1, shares_cores=shares_cores
+        survives=False, job_ranks=[0, 1], num_workers=1, shares_cores=shares_cores
     )
     waiter = Waiter(
         topology,

@@ -93,7 +93,10 @@ class _Records(_Awaited):
 
 def _waiter(steps: Any = None, *, shares_cores: bool = False) -> Waiter:
     topology: Any = SimpleNamespace(
-        survives=False, num_workers=1, shares_cores=shares_cores
+        survives=False,
+        job_ranks=[0, 1],
+        num_workers=1,
+        shares_cores=shares_cores,
     )
     steps = steps or _Nobody()
     return Waiter(
