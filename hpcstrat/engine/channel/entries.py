@@ -213,7 +213,7 @@ def _refuse(channel: Any, other: int, what: str) -> NoReturn:
         except BaseException as error:
             # Raise the interrupt later, after the other ranks have been notified.
             interrupt = error
-    failures.aborts.tell(f"{text} on a rank")
+    failures.aborts.tell(f"{text} on rank {failures.rank}")
     if interrupt is not None:
         raise interrupt
     raise CollectiveError(

@@ -84,4 +84,5 @@ def test_calls_of_two_threads_at_once_are_an_error_that_names_both(
         assert isinstance(error, hs.CollectiveError), error
         for word in ("'second'", "'MainThread'", "reduce", "gather"):
             assert word in str(error), (word, error)
+        assert job.rank == 0 or "on rank 0" in str(error), error
     strategy.abandon()
