@@ -254,7 +254,7 @@ def _waiter(channel: Any, call: Call, carried: SentValues | None) -> Callable[..
                 found = found if agreed else _DIFFERS
             channel.state.last_call = call
         except BaseException as error:
-            channel.failures.interrupted(call, error)
+            channel.failures.interrupted(call.text, error)
             raise
         if found == _DIFFERS:
             channel.failures.settle(call, timeout_seconds, carried)

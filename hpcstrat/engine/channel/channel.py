@@ -175,7 +175,7 @@ class Channel:
             self.post(call, self.state.run_fingerprint, flags, carried)
             return self.wait_header(call, timeout_seconds)
         except BaseException as error:
-            failures.interrupted(call, error)
+            failures.interrupted(call.text, error)
             raise
 
     # Headers without data.
@@ -249,7 +249,7 @@ class Channel:
             self.failures.told_at = self.num_calls
             raise ValueError(*error.args) from error.__cause__
         except BaseException as error:
-            self.failures.interrupted(call, error)
+            self.failures.interrupted(call.text, error)
             raise
         finally:
             self.exchanging = outer

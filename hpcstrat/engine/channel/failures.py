@@ -187,7 +187,7 @@ class Failures:
         try:
             announcements = channel.interruptible(self._comm).allgather(announcement)
         except BaseException as error:
-            self.interrupted(channel.last_call or _FAILING, error)
+            self.interrupted((channel.last_call or _FAILING).text, error)
             raise
         if channel.notice is notice:
             # The notice was sent. If a signal handler has set another notice meanwhile,
@@ -273,7 +273,7 @@ class Failures:
             # Errors of the library's own classes are raised on every rank. If there are
             # pending calls, the ranks cannot resume, because their rings may differ.
             point = NOWHERE if channel.pending else (entered, channel.num_calls)
-            self.break_off(f"{what} was left", error, point)
+            self.interrupted(what, error, point)
 
     def loss(self, error: BaseException, what: str) -> RankLostError | None:
         """Return a RankLostError if the death of a rank caused ``error``, else None.
@@ -324,26 +324,20 @@ class Failures:
             time.sleep(_NAP_SECONDS)
         return found
 
-    def interrupted(self, call: Call, error: BaseException) -> None:
-        """End all calls of all ranks, because this rank has left a call before its end.
-
-        Raises RankLostError if another rank has died.
-        """
-        loss = self.loss(error, call.text)
-        if loss is not None:
-            raise loss
-        self.break_off(f"{call.text} was interrupted", error)
-
-    def break_off(
+    def interrupted(
         self, what: str, error: BaseException, point: Point = NOWHERE
     ) -> None:
-        """End all calls of this rank, and send abort messages; does not wait.
+        """End all calls of all ranks, because this rank has left a call before its end.
 
-        Between two headers, this rank may `resume` at this ``point`` of the program.
+        Raises RankLostError if another rank has died. Does not wait. Between two
+        headers, this rank may `resume` at this ``point`` of the program.
         """
+        loss = self.loss(error, what)
+        if loss is not None:
+            raise loss
         if self.broken:
             return
-        text = f"{what} by {type(error).__name__} on rank {self.rank}"
+        text = f"{what} was interrupted by {type(error).__name__} on rank {self.rank}"
         if isinstance(error, CollectiveError):
             # Include the error's message, such as which rank did not arrive in time:
             # the other ranks wait for that rank, too.

@@ -146,7 +146,7 @@ class PendingCall:
         failures = self._channel.failures
         alone = is_inner(error) or not isinstance(error, HpcstratError)
         if alone and failures.told_at != self._channel.num_calls:
-            failures.interrupted(self.call, error)
+            failures.interrupted(self.call.text, error)
 
     def end(self, error: BaseException) -> None:
         """Let `wait` raise ``error``; for the library's own modules."""

@@ -561,7 +561,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         """Interrupt all calls of the group's ranks, without waiting for the ranks."""
         if self.strategy is not None and self.collectives.channel is not None:
             error = RuntimeError("the program called abort")
-            self.collectives.channel.failures.break_off("the process group", error)
+            self.collectives.channel.failures.interrupted("the process group", error)
 
 
 def _listed(tensors: Any) -> Any:
