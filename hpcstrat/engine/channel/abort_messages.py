@@ -87,15 +87,16 @@ class AbortMessages(Waitable):
         for headers or, if ``for_data``, for data. Messages of ranks that have done
         their part of this call are ignored. The look drives MPI's progress.
         """
-        comm = self._comm
-        while comm.Iprobe(tag=_TAG):
+        # Match each message when it is found: a progress thread or a signal handler may
+        # look at the same time, and a receive would wait for the message it has taken.
+        while (message := self._comm.Improbe(tag=_TAG)) is not None:
             status, buffer = self._mpi.Status(), bytearray(_MOST_BYTES)
-            comm.Recv([buffer, self._mpi.BYTE], tag=_TAG, status=status)
+            message.Recv([buffer, self._mpi.BYTE], status)
             entered, left = _HEAD.unpack_from(buffer)
             data = buffer[_HEAD.size : status.Get_count(self._mpi.BYTE)]
             told = (entered, left), data.decode(errors="replace")
             self._came[status.source] = told
-        for point, text in self._came.values():
+        for point, text in list(self._came.values()):
             if call is None or self._ends(point[1], call, for_data):
                 if not self._text:
                     self.tell(text)
@@ -117,12 +118,12 @@ class AbortMessages(Waitable):
     def agreed(self) -> bool:
         """Return whether all ranks have left the same call at the same point."""
         self.look()
-        points = {point for point, _ in self._came.values()}
+        points = {point for point, _ in list(self._came.values())}
         return not self.missing() and points == {self._point} != {NOWHERE}
 
     def missing(self) -> list[int]:
         """Return the ranks without a message; ``[]`` if some rank cannot resume."""
         self.look()
-        if any(point == NOWHERE for point, _ in self._came.values()):
+        if any(point == NOWHERE for point, _ in list(self._came.values())):
             return []
         return sorted(self._others - self._came.keys())

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import hpcstrat as hs
+from hpcstrat.engine.channel.abort_messages import AbortMessages
 from tests.mpi.ranks.outcomes import outcome
 
 pytestmark = pytest.mark.algorithm
@@ -133,6 +137,53 @@ def test_ranks_that_leave_the_same_call_again_and_again_go_on(
             total = strategy.reduce("sum", np.full(3, number), axis=None)
             np.testing.assert_array_equal(total, np.full(3, number * job.size))
         assert outcome(strategy.barrier) is None
+
+
+class _ProbedTwice:
+    """A communicator on which each probe is interrupted by one of the same kind."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm, self.interrupt = comm, list[Any]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def _probe(self, name: str, **named: Any) -> Any:
+        found = getattr(self._comm, name)(**named)
+        if found and self.interrupt:
+            self.interrupt.pop()()
+        return found
+
+    def Iprobe(self, **named: Any) -> Any:  # noqa: N802
+        return self._probe("Iprobe", **named)
+
+    def Improbe(self, **named: Any) -> Any:  # noqa: N802
+        return self._probe("Improbe", **named)
+
+    def Recv(self, *given: Any, tag: int, status: Any) -> None:  # noqa: N802
+        assert self._comm.Iprobe(tag=tag), "the receive would wait forever"
+        self._comm.Recv(*given, tag=tag, status=status)
+
+
+def test_an_abort_message_is_received_once_if_two_threads_look(job: Any) -> None:
+    if job.size == 1:
+        pytest.skip("one rank gets no message")
+    comm = _ProbedTwice(job.Dup())
+    aborts = AbortMessages(SimpleNamespace(mpi=MPI), comm)  # type: ignore[arg-type]
+    comm.interrupt.append(aborts.look)
+    if job.rank == 0:
+        aborts.tell("one rank has left")
+    else:
+        while not (found := aborts.look()):
+            time.sleep(0.001)
+        assert found == "one rank has left"
+        assert not comm.interrupt
+    job.Barrier()
+    # Receive the messages by which other ranks have passed the first one on.
+    while len(aborts._came) < job.size - 1:
+        aborts.look()
+    job.Barrier()
+    comm.Free()
 
 
 def test_late_ranks_are_named_by_their_numbers_in_the_job(job: Any) -> None:
