@@ -138,3 +138,14 @@ def test_arrays_on_gpus_are_compared(strategy: Any) -> None:
     with pytest.raises(hs.DivergenceError, match=r"\['values'\].*1.0 on") as raised:
         strategy.check_equal({"values": values})
     assert (raised.value.element, raised.value.ranks) == ((1, 2), (1,))
+
+
+def test_a_closed_strategy_refuses_arrays_on_gpus(make_strategy: Any) -> None:
+    strategy = make_strategy()
+    if strategy.num_replicas_in_sync == 1:
+        pytest.skip("one replica makes no call")
+    strategy.close()
+    with pytest.raises(hs.CollectiveError, match="found one that is closed"):
+        _total(strategy, 1)
+    with pytest.raises(hs.CollectiveError, match="found one that is closed"):
+        strategy.gather(cupy.ones(1), axis=0)

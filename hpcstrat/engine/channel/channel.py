@@ -395,8 +395,7 @@ class Channel:
 class ClosedChannel:
     """A channel whose calls all raise CollectiveError; no method is collective."""
 
-    broken, closed = "", True
-    device_group = elsewhere = None
+    broken, closed, elsewhere = "", True, None
 
     def __init__(self) -> None:
         self.state = CallState()
@@ -411,7 +410,7 @@ class ClosedChannel:
         """Raise CollectiveError: the communicators have been freed."""
         self.refuse(describe_call("a call"))
 
-    rings = topology
+    rings = device_group = topology
 
     def refuse(self, call: Call, *_: Any) -> NoReturn:
         """Raise CollectiveError, because the strategy is closed."""
