@@ -111,7 +111,7 @@ class Waiting:
 
     @property
     def last_look(self) -> float:
-        """When the watchdog must look for late ranks again, before the limit."""
+        """The time at which the watchdog must look for late ranks again."""
         limit = self.waiter.limit_seconds
         return self.begin + limit - min(_LEAD_SECONDS, limit / 2)
 

@@ -264,9 +264,7 @@ def header_of(channel: Channel, size: int) -> Any:
     [piece] = cut([kind], False, 1 << 20)
     own = [np.ones(size, np.float32)]
     work = Work(describe_call("a sum"), [piece], own, own, 1 << 20)
-    steps = HeaderSum(piece, channel, 0, np.add)(work, channel)
-    header: Any = next(steps)
-    return header.carried
+    return next(HeaderSum(piece, channel, 0, np.add)(work, channel))
 
 
 @pytest.mark.parametrize("num_workers", range(2, 10))
