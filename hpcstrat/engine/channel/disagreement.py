@@ -177,6 +177,7 @@ class Failure:
     ) -> None:
         self.error = error or explain(announcements)
         causes = _failed(announcements)
+        # If no rank has failed, a rank keeps its own error only if it is of this kind.
         self._names = causes[0].classes if causes else ("",)
         self._kind = _common_class(self._names)[0] if causes else CollectiveError
         innermost = min(a.depth for a in announcements)

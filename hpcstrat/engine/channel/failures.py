@@ -41,7 +41,6 @@ from hpcstrat.errors import (
     HpcstratError,
     OutOfRangeError,
     RankLostError,
-    ReplicaError,
 )
 
 __all__ = ["Failures", "Section"]
@@ -157,13 +156,15 @@ class Failures:
         if not leaves and getattr(error, _ANNOUNCED, None) == told:
             # All ranks already know of this error, from the call that raised it.
             return None
+        # Make the announcement first: other ranks wait for it after the header.
+        announcement = announce_error(self.rank, what, error)
         agreed = channel.announce(_FAILING, FAILED)
         # Exchange announcements even if all ranks have failed: they may have failed at
         # different points of the program.
-        failure = self.exchange(what, error)
+        failure = self._conclude(self._gather(announcement))
         with contextlib.suppress(Exception):
             setattr(error, _ANNOUNCED, (id(self), channel.num_calls))
-        if not agreed and not isinstance(error, ReplicaError):
+        if not agreed and not announcement.secondary:
             error.add_note(f"hpcstrat: on the other replicas: {failure.error}")
         return failure
 

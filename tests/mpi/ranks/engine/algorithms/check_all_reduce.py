@@ -364,10 +364,12 @@ def test_an_interrupted_started_reduction_gives_no_result(
         # Wait, because an interrupt message to a waiting rank would end the job.
         job.Barrier()
 
-        def interrupted(waits: bool) -> bool:
+        def interrupted() -> Any:
+            yield
             raise KeyboardInterrupt
 
-        started._done, started._advance = False, interrupted
+        started._done, started._stages = False, interrupted()
+        next(started._stages)
         with pytest.raises(KeyboardInterrupt):
             started.advance(waits=True)
         with pytest.raises(KeyboardInterrupt):
