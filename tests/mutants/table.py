@@ -319,8 +319,8 @@ MUTANTS = (
     _m(
         "started: the error of making the call ready is not told",
         "3:all_reduce",
-        "flags = 0 if self._own_error is None else FAILED",
-        "flags = 0",
+        "channel.post(call, run, 0 if failed is None else FAILED, carried)",
+        "channel.post(call, run, 0, carried)",
     ),
     _m(
         "started: the thread that drives started calls is not woken",
