@@ -330,8 +330,8 @@ class Failures:
     ) -> None:
         """End all calls of all ranks, because this rank has left a call before its end.
 
-        Raises RankLostError if another rank has died. Does not wait. Between two
-        headers, this rank may `resume` at this ``point`` of the program.
+        Raises RankLostError if another rank has died. Between two headers, this rank
+        may `resume` at this ``point`` of the program.
         """
         loss = self.loss(error, what)
         if loss is not None:

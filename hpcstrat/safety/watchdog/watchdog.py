@@ -152,11 +152,7 @@ class _Watchdog:
     def _is_due(self, watch: Watch, waiting: Waiting, now: float) -> bool:
         """Return whether this rank has to make an inquiry now."""
         warn, looked = watch.warn_seconds, waiting.looked_at
-        milestones = [
-            waiting.begin + warn,
-            waiting.last_look,
-            looked + _REPEAT * warn,
-        ]
+        milestones = [waiting.begin + warn, waiting.last_look, looked + _REPEAT * warn]
         if waiting.patient_until > now:
             # A rank that announced to be slow may have finished its slow part by now.
             milestones.append(looked + warn)
@@ -183,11 +179,8 @@ class _Watchdog:
         inquiry = Inquiry(one, waiting, self._serve)
         if not inquiry.run():
             return
-        now, warn, reported_at = (
-            time.monotonic(),
-            watch.warn_seconds,
-            watch.reported_at(),
-        )
+        now, warn = time.monotonic(), watch.warn_seconds
+        reported_at = watch.reported_at()
         if now < min(waiting.begin + warn, waiting.last_look):
             return
         if reported_at > waiting.start and now < reported_at + (_REPEAT - 0.5) * warn:
