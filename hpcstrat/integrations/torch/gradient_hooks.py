@@ -8,7 +8,7 @@ table of the parameters that each replica has reached now. If this table shows n
 parameters, a second reduction combines their gradients.
 
 Between workers, parameters that all replicas reached in the last step are reduced in
-buckets during the backward, see `hpcstrat.engine.calls.buckets`. The sums are
+buckets during the backward, see `hpcstrat.integrations.torch.buckets`. The sums are
 written to the gradients only when the backward ends, because autograd may let a
 gradient share its memory with a value that the rest of the backward needs.
 """
@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcstrat.engine.calls.buckets import Bucket, Buckets, plan_buckets
 from hpcstrat.engine.channel.call_state import Position
 from hpcstrat.engine.channel.channel import ClosedChannel
 from hpcstrat.engine.channel.pending_calls import PendingCall
@@ -30,6 +29,7 @@ from hpcstrat.engine.context import own_index
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.tree import flatten
 from hpcstrat.engine.typing import Array
+from hpcstrat.integrations.torch.buckets import Bucket, Buckets, plan_buckets
 from hpcstrat.integrations.torch.forward_counts import ForwardCounts, tensors_of
 from hpcstrat.integrations.torch.inner_gradients import InnerGradients
 from hpcstrat.integrations.torch.module_buffers import ModuleBuffers

@@ -28,22 +28,17 @@ import torch.distributed as dist
 
 from hpcstrat.engine.algorithms.mapped_memory import MappedMemory
 from hpcstrat.engine.arrays.kinds import is_device
-from hpcstrat.engine.calls.messages import Messages
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CollectiveError
 from hpcstrat.integrations.torch import device_tensors
 from hpcstrat.integrations.torch.device_tensors import DeviceTensors
 from hpcstrat.integrations.torch.host_tensors import HostTensors
+from hpcstrat.integrations.torch.messages import Messages
 from hpcstrat.integrations.torch.reduction_kinds import Reduction
 from hpcstrat.integrations.torch.shared_storages import share_storage
 from hpcstrat.integrations.torch.tensors import torchs_stream
-from hpcstrat.integrations.torch.works import (
-    Postponed,
-    ReceivedWork,
-    TransferWork,
-    done,
-)
+from hpcstrat.integrations.torch.works import Postponed, done
 
 __all__ = ["BACKEND", "HpcstratProcessGroup"]
 
@@ -517,25 +512,20 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     @torch.compiler.disable
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         """Start sending a tensor to a rank."""
-        host, (tensor,) = HostTensors(), _listed(tensors)
-        transfer = self._messages.send(host.read(tensor), dst, tag, "send")
-        return TransferWork(transfer, host, [tensor])
+        (tensor,) = _listed(tensors)
+        return self._messages.send(tensor, dst, tag)
 
     @torch.compiler.disable
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
         """Start receiving a tensor from a rank."""
-        host, (tensor,) = HostTensors(), _listed(tensors)
-        transfer = self._messages.receive(host.write(tensor), src, tag, "recv")
-        return TransferWork(transfer, host, [tensor])
+        (tensor,) = _listed(tensors)
+        return self._messages.receive(tensor, src, tag)
 
     @torch.compiler.disable
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         """Receive a tensor from any rank."""
-        host, (tensor,) = HostTensors(), _listed(tensors)
-        source = self._messages.receive_any(host.write(tensor), tag, "recv")
-        with torch.no_grad():
-            host.written()
-        return ReceivedWork(source)
+        (tensor,) = _listed(tensors)
+        return self._messages.receive_any(tensor, tag)
 
     # The end of a group.
 

@@ -13,10 +13,7 @@ import torch.autograd.graph
 import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 
-from hpcstrat.engine.calls.messages import Transfer
-from hpcstrat.integrations.torch.host_tensors import HostTensors
-
-__all__ = ["Postponed", "ReceivedWork", "TransferWork", "done"]
+__all__ = ["Postponed", "done"]
 
 
 _ENGINE = getattr(torch.autograd.graph, "_engine_run_backward", None)
@@ -31,57 +28,6 @@ def done(result: Any) -> Any:
     future = torch.futures.Future()
     future.set_result(result)
     return _create_work_from_future(future)
-
-
-class TransferWork(dist.Work):
-    """The ``Work`` object of a message that is being sent or received."""
-
-    def __init__(self, transfer: Transfer, host: HostTensors, tensors: Any) -> None:
-        super().__init__()
-        self._transfer, self._host, self._tensors = transfer, host, tensors
-
-    def wait(self, timeout: Any = None) -> bool:
-        """Wait until the message is complete, or until the group's own timeout."""
-        self._transfer.wait()
-        with torch.no_grad():
-            self._host.written()
-        return True
-
-    def is_completed(self) -> bool:
-        """Return whether the message is complete; raises the same errors as `wait`."""
-        ended = self._transfer.test()
-        if ended:
-            with torch.no_grad():
-                self._host.written()
-        return ended
-
-    is_success = is_completed
-
-    def get_future(self) -> Any:
-        """Wait, and return a completed future."""
-        self.wait()
-        future = torch.futures.Future()
-        future.set_result(self._tensors)
-        return future
-
-
-class ReceivedWork(dist.Work):
-    """The ``Work`` object of a message that was already received from any rank."""
-
-    def __init__(self, source: int) -> None:
-        super().__init__()
-        self._source = source
-
-    def wait(self, timeout: Any = None) -> bool:
-        """Return immediately, because the message was already received."""
-        return True
-
-    def is_completed(self) -> bool:
-        """Return True, because the message was already received."""
-        return True
-
-    def _source_rank(self) -> int:
-        return self._source
 
 
 class _PostponedWork(dist.Work):

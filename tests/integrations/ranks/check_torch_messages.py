@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import hpcstrat as hs
-from hpcstrat.engine.calls.messages import Messages, Transfer
+from hpcstrat.integrations.torch.messages import Messages, TransferWork
 from tests.mpi.ranks.outcomes import assert_usable, outcome
 
 pytestmark = pytest.mark.algorithm
@@ -28,28 +29,28 @@ def test_messages_go_round_a_ring(strategy: Any, job: Any) -> None:
     messages = Messages(strategy.collectives)
     after, before = (job.rank + 1) % job.size, (job.rank - 1) % job.size
     for length in (0, 3, 400_000):
-        received = np.zeros((2, length))
+        received = torch.zeros((2, length), dtype=torch.float64)
         sent = [
-            messages.send(np.full(length, 10.0 * job.rank + n), after, n, "send")
+            messages.send(_full(length, 10.0 * job.rank + n), after, n)
             for n in range(2)
         ]
-        came = [messages.receive(received[n], before, n, "recv") for n in range(2)]
+        came = [messages.receive(received[n], before, n) for n in range(2)]
         for one in (*reversed(came), *sent):
             one.wait()
-            assert one.test()
-        assert (received == 10.0 * before + np.array([[0.0], [1.0]])).all()
+            assert one.is_completed()
+        assert (received == 10.0 * before + torch.tensor([[0.0], [1.0]])).all()
     messages.close()
 
 
 def test_a_message_from_anybody_says_who_sent_it(strategy: Any, job: Any) -> None:
     messages = Messages(strategy.collectives)
     if job.rank:
-        messages.send(np.full(3, job.rank), 0, 0, "send").wait()
+        messages.send(torch.full((3,), job.rank), 0, 0).wait()
     else:
         found = set()
         for _ in range(job.size - 1):
-            buffer = np.zeros(3, np.int64)
-            source = messages.receive_any(buffer, 0, "recv")
+            buffer = torch.zeros(3, dtype=torch.int64)
+            source = messages.receive_any(buffer, 0)._source_rank()
             assert (buffer == source).all()
             found.add(source)
         assert found == set(range(1, job.size))
@@ -108,7 +109,8 @@ class _Case:
     def send(self, messages: Messages, dest: int) -> Any:
         """Send all messages, and return the first error."""
         values = [np.full(size, 7).astype(dtype) for size, dtype in self.sent]
-        transfers = [messages.send(one, dest, self.tag, "send") for one in values]
+        tensors = map(torch.from_numpy, values)
+        transfers = [messages.send(one, dest, self.tag) for one in tensors]
         errors = [outcome(one.wait) for one in transfers]
         return next(filter(None, errors), None)
 
@@ -116,14 +118,15 @@ class _Case:
         """Receive all messages, and return the error of the first that is awaited."""
         guarded = [_Guarded(*kind) for kind in self.received]
         transfers = [
-            messages.receive(one.values, source, self.tag, "recv") for one in guarded
+            messages.receive(torch.from_numpy(one.values), source, self.tag)
+            for one in guarded
         ]
         for one, transfer in zip(guarded[: self.wrong], transfers, strict=False):
             transfer.wait()
             assert (one.values == 7).all()
         # A wait for the last message may receive data of the wrong message before it.
         first = transfers[self.wrong if self.in_order else -1]
-        error = outcome(_poll if self.polls else Transfer.wait, first)
+        error = outcome(_poll if self.polls else TransferWork.wait, first)
         for transfer in transfers[self.wrong :]:
             assert isinstance(outcome(transfer.wait), hs.CollectiveError)
         # At this barrier the sender has received the error, or has sent all messages.
@@ -140,20 +143,24 @@ class _Case:
         assert "make the two equal" in str(error)
 
 
-def _poll(transfer: Transfer) -> None:
-    while not transfer.test():
+def _full(length: int, value: float) -> torch.Tensor:
+    return torch.full((length,), value, dtype=torch.float64)
+
+
+def _poll(transfer: TransferWork) -> None:
+    while not transfer.is_completed():
         pass
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_message_that_does_not_fit_is_an_error_on_all_and_bounded(
-    make_strategy: Any, job: Any, seed: int
+    job: Any, seed: int
 ) -> None:
     if job.size == 1:
         pytest.skip("one rank has nobody to send to")
     rng = random.Random(seed)
     case, (dest, source) = _Case.drawn(rng), rng.sample(range(job.size), 2)
-    strategy = make_strategy(comm=job)
+    strategy = hs.MultiWorkerMirroredStrategy(comm=job)
     messages, error = Messages(strategy.collectives), None
     if job.rank == dest:
         error = case.receive(messages, source)
@@ -165,7 +172,7 @@ def test_a_message_that_does_not_fit_is_an_error_on_all_and_bounded(
         # A rank that has not noticed the error yet notices it in its next call.
         error = error or outcome(strategy.reduce, "sum", 1.0, axis=None)
     case.assert_named(error)
-    again = outcome(messages.send, np.zeros(3), job.rank, 0, "send")
+    again = outcome(messages.send, torch.zeros(3), job.rank, 0)
     assert isinstance(again, hs.CollectiveError), repr(again)
     assert "end the program on every rank" in str(again)
     job.Barrier()
@@ -179,20 +186,20 @@ def test_messages_that_the_program_drops_keep_their_memory(
     after, before = (job.rank + 1) % job.size, (job.rank - 1) % job.size
     length = 700_000
     if job.size > 1:
-        messages.receive(np.empty(length), before, 0, "recv")
-        messages.receive(np.empty(3), before, 0, "recv")
+        messages.receive(_full(length, 0), before, 0)
+        messages.receive(_full(3, 0), before, 0)
         gc.collect()
         strategy.collectives.barrier()
         # New arrays of this process may reuse the dropped message's memory.
         others = [np.full(length, GUARD) for _ in range(4)]
-        messages.send(np.full(length, 9.0), after, 0, "send")
-        messages.send(np.full(3, 9.0), after, 0, "send")
+        messages.send(_full(length, 9.0), after, 0)
+        messages.send(_full(3, 9.0), after, 0)
         gc.collect()
         noise = [np.full(length, 5.0) for _ in range(4)]
-    last = np.full(length, 1.0 + job.rank)
-    sent = messages.send(last, after, 0, "send")
-    received = np.empty(length)
-    messages.receive(received, before, 0, "recv").wait()
+    last = _full(length, 1.0 + job.rank)
+    sent = messages.send(last, after, 0)
+    received = _full(length, 0)
+    messages.receive(received, before, 0).wait()
     sent.wait()
     assert (received == 1.0 + before).all()
     strategy.collectives.barrier()
@@ -200,22 +207,22 @@ def test_messages_that_the_program_drops_keep_their_memory(
         assert all((one == GUARD).all() for one in others)
         assert all((one == 5.0).all() for one in noise)
         # No rank sends a message for this receive.
-        messages.receive(np.empty(length), before, 0, "recv")
+        messages.receive(_full(length, 0), before, 0)
     messages.close()
     assert_usable(strategy, job)
 
 
-def test_errors_name_the_rank_of_the_job(make_strategy: Any, job: Any) -> None:
+def test_errors_name_the_rank_of_the_job(job: Any) -> None:
     if job.size == 1:
         pytest.skip("one rank has nobody to send to")
     reverse = job.Split(0, -job.rank)
-    strategy = make_strategy(comm=reverse)
+    strategy = hs.MultiWorkerMirroredStrategy(comm=reverse)
     messages = Messages(strategy.collectives)
     # The strategy's rank 0 is the last rank of the job.
     if reverse.rank == 0:
-        outcome(messages.send(np.ones(3), 1, 0, "send").wait)
+        outcome(messages.send(_full(3, 1), 1, 0).wait)
     elif reverse.rank == 1:
-        error = outcome(messages.receive(np.ones(3, "f4"), 0, 0, "recv").wait)
+        error = outcome(messages.receive(torch.ones(3), 0, 0).wait)
         assert f"from rank {job.size - 1} in recv" in str(error)
     job.Barrier()
     strategy.abandon()
@@ -225,7 +232,7 @@ def test_errors_name_the_rank_of_the_job(make_strategy: Any, job: Any) -> None:
 def test_tags_that_mpi_does_not_have_are_refused(strategy: Any, job: Any) -> None:
     messages = Messages(strategy.collectives)
     for tag in (-1, 2**31):
-        error = outcome(messages.send, np.ones(3), 0, tag, "send")
+        error = outcome(messages.send, _full(3, 1), 0, tag)
         assert isinstance(error, ValueError), repr(error)
         assert f"found {tag}" in str(error)
     assert_usable(strategy, job)
@@ -235,9 +242,11 @@ def test_tags_that_mpi_does_not_have_are_refused(strategy: Any, job: Any) -> Non
 def test_a_message_to_this_rank_itself_is_compared(strategy: Any, job: Any) -> None:
     messages = Messages(strategy.collectives)
     if job.size == 1:
-        messages.send(np.ones(3), 0, 0, "send").wait()
-        error = outcome(messages.receive, np.ones(4, "f4"), 0, 0, "recv")
+        messages.send(_full(3, 1), 0, 0).wait()
+        error = outcome(messages.receive, torch.ones(4), 0, 0)
         assert isinstance(error, hs.CollectiveError)
         assert "expected 4 elements of float32 from rank 0" in str(error)
-        assert "found 3 elements of float64 sent at check_messages.py:" in str(error)
+        assert "found 3 elements of float64 sent at check_torch_messages.py:" in str(
+            error
+        )
     messages.close()

@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from hpcstrat.engine.call_sites import call_site
 from hpcstrat.engine.calls.replica_collectives import Collectives
@@ -30,8 +32,9 @@ from hpcstrat.engine.channel.waitable import Exchange, Message, Waitable, WaitSt
 from hpcstrat.engine.topology.kept_requests import let_go_of_complete
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CollectiveError
+from hpcstrat.integrations.torch.host_tensors import HostTensors
 
-__all__ = ["Messages", "Transfer"]
+__all__ = ["Messages", "ReceivedWork", "TransferWork"]
 
 _HEADER_BYTES = 256
 # Sizes of the first six chunks of a message, and of all later chunks: a short message
@@ -43,30 +46,42 @@ _NUM_TAGS = 1 + len(_CHUNK_BYTES)
 _LEAST_MOST_TAG = 32767
 
 
-class Transfer:
-    """A message under way, which is completed by `wait`, or by `test`.
+class TransferWork(dist.Work):
+    """The ``Work`` object of a message that is being sent or received.
 
     If the program drops this object before the message is complete, MPI still sends or
     receives the message, and the buffers are kept until then.
     """
 
-    def __init__(self, collectives: Collectives, call: Call, steps: WaitSteps) -> None:
-        self.collectives = collectives
-        self._call, self._steps = call, steps
-        self._awaited: Waitable | None = next(steps, None)
+    def __init__(
+        self, collectives: Collectives, steps: tuple[Call, WaitSteps], tensor: Any
+    ) -> None:
+        super().__init__()
+        self.collectives, self._tensor = collectives, tensor
+        self._call, self._steps = steps
+        self._awaited: Waitable | None = next(self._steps, None)
 
-    def test(self) -> bool:
-        """Return whether the message is complete; not collective; raises as `wait`."""
+    def is_completed(self) -> bool:
+        """Return whether the message is complete; raises the same errors as `wait`."""
         return self._advance(waits=False)
 
+    is_success = is_completed
+
     @collective
-    def wait(self) -> None:
-        """Wait until the message is complete; not collective.
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait until the message is complete, or until the group's own timeout.
 
         Raises CollectiveError if another rank has ended all calls, or if the other
         rank's message has another size or dtype (which ends all calls of all ranks).
         """
-        self._advance(waits=True)
+        return self._advance(waits=True)
+
+    def get_future(self) -> Any:
+        """Wait, and return a completed future."""
+        self.wait()
+        future = torch.futures.Future()
+        future.set_result([self._tensor])
+        return future
 
     def _advance(self, *, waits: bool) -> bool:
         if self._awaited is not None:
@@ -76,6 +91,25 @@ class Transfer:
                 self._steps, self._call, self._awaited, waits=waits
             )
         return self._awaited is None
+
+
+class ReceivedWork(dist.Work):
+    """The ``Work`` object of a message that was already received from any rank."""
+
+    def __init__(self, source: int) -> None:
+        super().__init__()
+        self._source = source
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Return immediately, because the message was already received."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True, because the message was already received."""
+        return True
+
+    def _source_rank(self) -> int:
+        return self._source
 
 
 class _Expected:
@@ -128,26 +162,37 @@ class Messages:
             self._comm.Free()
             self._comm = None
 
+    def send(self, tensor: Any, dest: int, tag: int) -> TransferWork:
+        """Start to send a tensor; do not write to it until the send ends."""
+        steps = self._send(HostTensors().read(tensor), dest, tag)
+        return TransferWork(self.collectives, steps, tensor)
+
     @collective
-    def send(self, array: Array, dest: int, tag: int, what: str) -> Transfer:
-        """Start to send a contiguous array; do not write to it until the send ends."""
-        call = self._call(f"{what}(dest={dest}, tag={tag})", array, tag)
+    def _send(self, array: Array, dest: int, tag: int) -> tuple[Call, WaitSteps]:
+        call = self._call(f"send(dest={dest}, tag={tag})", tag, array)
         text = f"{_kind(array)} sent{_at_site()}".encode()[:_HEADER_BYTES]
         header = np.frombuffer(text.ljust(_HEADER_BYTES), np.uint8)
         if self._comm is None:
             self._own.setdefault(tag, deque()).append((header, array.copy()))
-            return Transfer(self.collectives, call, iter(()))
+            return call, iter(())
         self._begin(call)
         exchange, start, first = Exchange(), self._comm.Isend, _NUM_TAGS * tag
         exchange.requests.append(start(header, dest, first))
         for chunk, length in _chunks(array):
             exchange.requests.append(start(chunk, dest, first + 1 + length))
-        return Transfer(self.collectives, call, iter((exchange,)))
+        return call, iter((exchange,))
+
+    def receive(self, tensor: Any, source: int, tag: int) -> TransferWork:
+        """Start to receive a message into a tensor."""
+        host = HostTensors()
+        steps = self._receive(host.write(tensor), source, tag, host)
+        return TransferWork(self.collectives, steps, tensor)
 
     @collective
-    def receive(self, array: Array, source: int, tag: int, what: str) -> Transfer:
-        """Start to receive a message into a contiguous array."""
-        call = self._call(f"{what}(source={source}, tag={tag})", array, tag)
+    def _receive(
+        self, array: Array, source: int, tag: int, host: HostTensors
+    ) -> tuple[Call, WaitSteps]:
+        call = self._call(f"recv(source={source}, tag={tag})", tag, array)
         name = 0 if self._comm is None else self._job_ranks[source]
         expected = _Expected(array, f"from rank {name} in {call.text}{_at_site()}")
         if self._comm is None:
@@ -160,7 +205,8 @@ class Messages:
             expected.memory, own = kept.popleft()
             expected.compare()
             array[...] = own.reshape(array.shape)
-            return Transfer(self.collectives, call, iter(()))
+            _write(host)
+            return call, iter(())
         self._begin(call)
         exchange, start, first = Exchange(), self._comm.Irecv, _NUM_TAGS * tag
         expected.message = Message(start, expected.memory, source, first)
@@ -172,24 +218,38 @@ class Messages:
             if chunk.size < _CHUNK_BYTES[length]:
                 into = np.empty(_CHUNK_BYTES[length], np.uint8)
             exchange.requests.append(start(into, source, first + 1 + length))
-        steps = _received(queue, expected, exchange, rest, into)
-        return Transfer(self.collectives, call, steps)
+
+        def receive() -> WaitSteps:
+            # Compare earlier headers first: chunks of an earlier, longer message may
+            # have arrived in the buffers of this message.
+            while not expected.compared:
+                first = queue[0]
+                yield first.message
+                if not first.compared:
+                    queue.popleft()
+                    first.compare()
+            yield exchange
+            if rest is not into:
+                rest[...] = into[: rest.size]
+            _write(host)
+
+        return call, receive()
 
     @collective
-    def receive_any(self, array: Array, tag: int, what: str) -> int:
-        """Receive the first message with a tag, from any rank; return that rank."""
+    def receive_any(self, tensor: Any, tag: int) -> ReceivedWork:
+        """Receive the first message with a tag, from any rank."""
         if self._comm is None:
-            self.receive(array, 0, tag, what)
-            return 0
+            self.receive(tensor, 0, tag)
+            return ReceivedWork(0)
         channel: Any = self.collectives.channel
-        mpi, call = channel.topology.mpi, self._call(f"{what}(tag={tag})", array, tag)
+        mpi, call = channel.topology.mpi, self._call(f"recv(tag={tag})", tag)
         self._begin(call)
         probe = _Probe(self._comm, mpi, _NUM_TAGS * tag)
         with channel.moving(call):
             channel.wait(probe, call)
         source = int(probe.status.source)
-        self.receive(array, source, tag, what).wait()
-        return source
+        self.receive(tensor, source, tag).wait()
+        return ReceivedWork(source)
 
     def _begin(self, call: Call) -> None:
         channel: Any = self.collectives.channel
@@ -197,39 +257,15 @@ class Messages:
         # Free the requests of completed messages that the program has dropped.
         let_go_of_complete()
 
-    def _call(self, what: str, array: Array, tag: int) -> Call:
-        if not array.flags.c_contiguous:
-            raise ValueError(
-                f"expected a contiguous array for {what}, found strides "
-                f"{array.strides}; pass a copy"
-            )
+    def _call(self, what: str, tag: int, array: Array | None = None) -> Call:
         if not 0 <= tag <= self._most_tag:
             raise ValueError(
                 f"expected a tag from 0 to {self._most_tag} for {what}, found {tag}; "
                 "change it"
             )
+        if array is None:
+            return describe_call(what)
         return describe_call(what, f"{array.dtype}{list(array.shape)}", array.nbytes)
-
-
-def _received(
-    queue: deque[_Expected],
-    expected: _Expected,
-    data: Exchange,
-    rest: Array,
-    room: Array,
-) -> WaitSteps:
-    """Wait for a header and its data; copy the last chunk ``rest`` from ``room``."""
-    # Compare earlier headers first: chunks of an earlier, longer message may have
-    # arrived in the buffers of this message.
-    while not expected.compared:
-        first = queue[0]
-        yield first.message
-        if not first.compared:
-            queue.popleft()
-            first.compare()
-    yield data
-    if rest is not room:
-        rest[...] = room[: rest.size]
 
 
 class _Probe(Waitable):
@@ -242,6 +278,11 @@ class _Probe(Waitable):
     def agreed(self) -> bool:
         """Return whether a message has arrived."""
         return bool(self._look())
+
+
+def _write(host: HostTensors) -> None:
+    with torch.no_grad():
+        host.written()
 
 
 def _kind(array: Array) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpcstrat.engine.calls.buckets import Buckets, plan_buckets
+from hpcstrat.integrations.torch.buckets import Buckets, plan_buckets
 
 
 class _Started:
