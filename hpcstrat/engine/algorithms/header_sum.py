@@ -13,13 +13,13 @@ from hpcstrat.engine.algorithms.work import Work, add_in_order, divide, drain, f
 from hpcstrat.engine.arrays.packing import Piece, Run
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import WaitSteps
-from hpcstrat.engine.channel.wire_headers import HeaderBlocks, carried_bytes
+from hpcstrat.engine.channel.wire_headers import HeaderValues, carried_bytes
 from hpcstrat.engine.typing import Array
 
 __all__ = ["HeaderSum", "fits_header", "header_bytes"]
 
 
-class HeaderSum:
+class HeaderSum(HeaderValues):
     """The algorithm for work of a single piece, and the `HeaderPayload` of its header.
 
     Calling it is collective over ``topology.replica_comm``.
@@ -29,34 +29,28 @@ class HeaderSum:
         self, piece: Piece, channel: Channel, divisor: int, function: np.ufunc
     ) -> None:
         assert channel.wire is not None
-        self._wire, self._divisor, self._function = channel.wire, divisor, function
-        values = HeaderBlocks(channel.wire, header_bytes(piece))
-        self.nbytes = self.own_bytes = values.nbytes
-        self.take = values.take
+        super().__init__(channel.wire, header_bytes(piece))
+        self._divisor, self._function = divisor, function
         # For each run: all workers' values in worker order; empty except on the first
-        # rank of a worker.
-        self._terms: list[list[Array]] = []
-        if values.in_order:
-            self._terms = [[_part(v, run) for v in values.in_order] for run in piece]
+        # rank of a worker. This worker's values, the sum of those of its ranks.
+        self._terms = [[_part(row, run) for row in self.rows] for run in piece]
         # For each run: the values of the worker's ranks, and the sum of all workers.
-        self._rows: list[list[Array]] = []
+        self._ranks: list[list[Array]] = []
         self._totals: list[Array] = []
-        if channel.wire.alone:
-            self._totals = [_part(channel.wire.total, run) for run in piece]
 
     def __call__(self, work: Work, channel: Channel) -> WaitSteps:
         """Sum the values of all ranks, see `hpcstrat.engine.algorithms.work`."""
         [piece] = work.pieces
-        if self._wire.alone:
-            # This worker's values are always behind the header of its message.
-            own = [terms[self._wire.worker] for terms in self._terms]
+        if self.headers.alone:
+            own = [terms[self.headers.worker] for terms in self._terms]
+            self._totals = [terms[0] for terms in self._terms]
         else:
             rings, me = channel.rings, channel.topology.worker_comm.rank
             place = rings.take(rings.place_bytes(self.nbytes))
-            self._rows = [rings.rows(run, place) for run in piece]
-            own = [rows[me] for rows in self._rows]
+            self._ranks = [rings.rows(run, place) for run in piece]
+            own = [ranks[me] for ranks in self._ranks]
             # Write the sums into the first rank's place, which no other rank reads.
-            self._totals = [rows[0] for rows in self._rows]
+            self._totals = [ranks[0] for ranks in self._ranks]
         for run, values in zip(piece, own, strict=True):
             fill(run, work.sources, values)
         yield self
@@ -67,9 +61,10 @@ class HeaderSum:
 
     def gather(self) -> None:
         """Write the sum of this worker's values behind the header of its message."""
-        # A worker of one rank has no rows: its values are already behind the header.
-        for rows, terms in zip(self._rows, self._terms, strict=False):
-            add_in_order(rows, terms[self._wire.worker], function=self._function)
+        # A worker of one rank needs no sum.
+        for ranks, terms in zip(self._ranks, self._terms, strict=False):
+            add_in_order(ranks, terms[self.headers.worker], function=self._function)
+        super().gather()
 
     def finish(self) -> None:
         """Add the sums of all workers, in the order of the workers."""

@@ -25,14 +25,13 @@ from hpcstrat.engine.algorithms.plan import (
     KernelPlan,
     Kinds,
     Plan,
-    SentValues,
     is_plain,
     without_memory,
 )
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import WaitSteps
-from hpcstrat.engine.channel.wire_headers import HeaderBlocks, carried_bytes
+from hpcstrat.engine.channel.wire_headers import HeaderValues, carried_bytes
 from hpcstrat.engine.native import load
 from hpcstrat.engine.typing import Array
 
@@ -74,7 +73,7 @@ def plan_move(
     piece_bytes = topology.slot_bytes
     if channel.wire is not None and sent is not None:
         ranks = [worker for worker, _ in channel.wire.where]
-        piece_bytes = sent.place_bytes
+        piece_bytes = channel.wire.places.shape[1]
     likes, result_likes = map(without_memory, kinds)
     longest = max((like.nbytes for like in result_likes), default=0)
     recycles = longest >= _LEAST_RECYCLED_BYTES
@@ -167,17 +166,17 @@ class MovePlan(Plan):
 
 def sent_in_header(
     nbytes: int, channel: Channel, own_bytes: int | None = None
-) -> SentValues | None:
+) -> HeaderValues | None:
     """Return streams of a size in a header, from the kernel; None if it cannot.
 
     ``own_bytes`` is the size of this rank's stream; default: ``nbytes``.
     """
     rows, wire = _rows_in_header(nbytes, channel), channel.wire
-    if rows is None or wire is None or wire.values is None or rows[1] > 1:
+    if rows is None or wire is None or wire.kernel is None or rows[1] > 1:
         return None
     own_bytes = nbytes if own_bytes is None else own_bytes
     sizes = carried_bytes(rows[0]), carried_bytes(own_bytes)
-    return SentValues(wire.values, wire, sizes[0], min(sizes))
+    return HeaderValues(wire, sizes[0], min(sizes))
 
 
 def _rows_in_header(nbytes: int, channel: Channel) -> tuple[int, int] | None:
@@ -195,7 +194,7 @@ def _rows_in_header(nbytes: int, channel: Channel) -> tuple[int, int] | None:
     return (row_bytes, num_rows) if fits else None
 
 
-class _Carried(HeaderBlocks):
+class _Carried(HeaderValues):
     """Short streams of all replicas, in the header of a call between workers.
 
     A worker sends one row for each of its ranks. Its first rank copies the rows of all
@@ -205,51 +204,46 @@ class _Carried(HeaderBlocks):
     def __init__(
         self, channel: Any, row_bytes: int, num_rows: int, own_bytes: int
     ) -> None:
-        wire = channel.wire
-        super().__init__(wire, carried_bytes(row_bytes * num_rows))
-        self._channel, self._where = channel, wire.where
-        self._row_bytes, self._alone = row_bytes, wire.alone
-        if wire.alone:
-            self.own_bytes = min(self.nbytes, carried_bytes(own_bytes))
+        nbytes, wire = carried_bytes(row_bytes * num_rows), channel.wire
+        least = min(nbytes, carried_bytes(own_bytes)) if wire.alone else nbytes
+        super().__init__(wire, nbytes, least)
+        self._channel, self._row_bytes = channel, row_bytes
         self._index = channel.topology.worker_comm.rank
-        # This worker's streams; only on its first rank.
-        self._own = (
-            self.in_order[wire.worker] if self.in_order else np.empty(0, np.uint8)
-        )
-        self._place = self._channel.rings.of(np.dtype(np.uint8))[:, :0]
+        # The places of this worker's ranks, if there are several.
+        self._place = channel.rings.of(np.dtype(np.uint8))[:0]
 
     def steps(
         self, own: Array, takes: Sequence[Block], targets: Sequence[Array]
     ) -> WaitSteps:
         """Send this rank's stream in the header, and take blocks from all streams."""
-        if self._alone:
-            self._own[: own.size] = own
-            yield self
-            rows: Any = self.in_order
+        wire, rows = self.headers, self.rows
+        if wire.alone:
+            rows[wire.worker, : own.size] = own
         else:
-            rings = self._channel.rings
-            place_bytes = rings.place_bytes(max(1, self.nbytes * self.num_workers))
+            rings, whole_bytes = self._channel.rings, self.nbytes * wire.num_workers
+            place_bytes = rings.place_bytes(max(1, whole_bytes))
             place = rings.take(place_bytes)
             self._place = rings.of(np.dtype(np.uint8))[:, place : place + place_bytes]
             self._place[self._index, : own.size] = own
-            yield self
-            whole = self._place[0, : self.nbytes * self.num_workers]
-            rows = whole.reshape(self.num_workers, self.nbytes)
+            rows = self._place[0, :whole_bytes].reshape(wire.num_workers, self.nbytes)
+        yield self
         for block, target in zip(takes, targets, strict=True):
-            worker, index = self._where[block.rank]
+            worker, index = wire.where[block.rank]
             low = index * self._row_bytes + block.offset
-            target[...] = rows[worker][low : low + target.size]
+            target[...] = rows[worker, low : low + target.size]
 
     def gather(self) -> None:
         """Write the streams of this worker's ranks behind the header of a message."""
-        for index, row in enumerate(() if self._alone else self._place):
+        for index, row in enumerate(self._place):
             low = index * self._row_bytes
-            self._own[low : low + self._row_bytes] = row[: self._row_bytes]
+            own = self.rows[self.headers.worker, low : low + self._row_bytes]
+            own[...] = row[: self._row_bytes]
+        super().gather()
 
     def finish(self) -> None:
         """Copy all workers' streams into the place of this worker's first rank."""
-        for number, rows in enumerate(() if self._alone else self.in_order):
-            self._place[0, number * self.nbytes :][: self.nbytes] = rows
+        if len(self._place):
+            self._place[0, : self.rows.size] = self.rows.reshape(-1)
 
 
 def _numbers(blocks: Sequence[Block], ranks: Sequence[int]) -> Array:

@@ -17,11 +17,7 @@ from hpcstrat.engine.arrays.kinds import is_device
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import HEADER, WaitSteps, exhaust
-from hpcstrat.engine.channel.wire_headers import (
-    HEADER_BYTES,
-    WireHeaders,
-    WorkerValues,
-)
+from hpcstrat.engine.channel.wire_headers import HeaderValues
 from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CollectiveError
@@ -31,7 +27,6 @@ __all__ = [
     "KernelPlan",
     "Kinds",
     "Plan",
-    "SentValues",
     "cached_piece_bytes",
     "is_plain",
     "repeat_nothing",
@@ -168,7 +163,7 @@ class KernelPlan(Plan):
         allocate: Any,
         *,
         one: Any,
-        carried: SentValues | None,
+        carried: HeaderValues | None,
     ) -> None:
         super().__init__(call, results, channel, allocate)
         self._one, self._carried = one, carried
@@ -189,7 +184,10 @@ class KernelPlan(Plan):
         of the call; ``listed`` says whether its value is a list of arrays.
         """
         wait = functools.partial(self._wait, timeout_seconds)
-        exchange = () if self._carried is None else self._carried.exchange
+        carried, exchange = self._carried, ()
+        if carried is not None:
+            sizes = carried.nbytes, carried.own_bytes
+            exchange = self.channel.wire.exchange(*sizes)
         leave = self.channel.failures.leave
         self._one.keep(repeat, what, names, listed, wait, leave, exchange)
 
@@ -228,7 +226,9 @@ class KernelPlan(Plan):
                 result[...] = target
 
 
-def _waiter(channel: Any, call: Call, carried: SentValues | None) -> Callable[..., Any]:
+def _waiter(
+    channel: Any, call: Call, carried: HeaderValues | None
+) -> Callable[..., Any]:
     """Return a function that waits for the ranks that the kernel found missing.
 
     The function returns the results of the kernel's object ``one``. ``failed`` is the
@@ -278,64 +278,6 @@ def _rest(channel: Any, call: Call, one: Any, *, waits: bool) -> WaitSteps:
                 "HPCSTRAT_NATIVE=0"
             )
         yield channel.steps
-
-
-class SentValues:
-    """The `HeaderPayload` of a call whose values the kernel copies and adds.
-
-    ``nbytes`` is the size in bytes of the values of each worker, and ``own_bytes`` that
-    of the values which this worker has; default: the same. With two workers, the
-    kernel's places are parts of the messages; with more, values are copied.
-    """
-
-    def __init__(
-        self,
-        values: WorkerValues,
-        headers: WireHeaders,
-        nbytes: int,
-        own_bytes: int | None = None,
-    ) -> None:
-        self.nbytes, self.place_bytes = nbytes, values.place_bytes
-        self.own_bytes = nbytes if own_bytes is None else own_bytes
-        places, me = values.places[:, :nbytes], headers.worker
-        most = max(headers.counts)
-        # The values of this worker and of the next workers, in the messages it sends.
-        sent = _blocks(headers.out, most, nbytes)
-        # Destination and source of copies: before the first message, and, for each
-        # hop, of the received values.
-        self._gathered: list[tuple[Array, Array]] = []
-        self._taken: list[list[tuple[Array, Array]]] = [[] for _ in headers.counts]
-        if headers.num_workers > 2:
-            self._gathered = [(sent[0], places[me])]
-            for hop, count in enumerate(headers.counts):
-                came = _blocks(headers.came[hop], count, nbytes)
-                first = (me + (1 << hop)) % headers.num_workers
-                until_last = min(count, headers.num_workers - first)
-                later = max(0, min(count, most - (1 << hop)))
-                self._taken[hop] = [
-                    (places[first : first + until_last], came[:until_last]),
-                    (places[: count - until_last], came[until_last:]),
-                    (sent[1 << hop :][:later], came[:later]),
-                ]
-        # Lets the kernel find the records of all workers, and add their values.
-        self.finish = values.kernel.arrive
-        self.exchange = headers.exchange(nbytes, self.own_bytes)
-
-    def gather(self) -> None:
-        """Copy this worker's values from its place behind the header of its message."""
-        for to, source in self._gathered:
-            to[...] = source
-
-    def take(self, hop: int) -> None:
-        """Copy the values received in a hop to their places, and to later messages."""
-        for to, source in self._taken[hop]:
-            to[...] = source
-
-
-def _blocks(message: Array, count: int, nbytes: int) -> Array:
-    """Return the values behind a message's header, one row for each worker."""
-    behind = message[HEADER_BYTES : HEADER_BYTES + count * nbytes]
-    return behind.reshape(count, nbytes)
 
 
 def repeat_nothing(*_: Any) -> Any:

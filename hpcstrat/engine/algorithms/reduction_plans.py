@@ -29,7 +29,6 @@ from hpcstrat.engine.algorithms.plan import (
     KernelPlan,
     Kinds,
     Plan,
-    SentValues,
     cached_piece_bytes,
     is_plain,
     without_memory,
@@ -41,6 +40,7 @@ from hpcstrat.engine.arrays.packing import Piece, Signature, cut, wire_dtype
 from hpcstrat.engine.channel.call import Call, describe_call, signature_text
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import WaitSteps
+from hpcstrat.engine.channel.wire_headers import HeaderValues
 from hpcstrat.engine.native import load, type_codes
 from hpcstrat.engine.options import (
     CommunicationImplementation,
@@ -249,13 +249,13 @@ def _in_header(
     Only some workers may use the kernel: the messages and the bits are the same.
     """
     assert channel.wire is not None
-    values, codes = channel.wire.values, _kernel_codes(request, channel)
-    if values is None or codes is None or not _laid_out_alike(request, codes):
+    wire, codes = channel.wire, _kernel_codes(request, channel)
+    if wire.kernel is None or codes is None or not _laid_out_alike(request, codes):
         function = _function(request.op)
         algorithm = HeaderSum(piece, channel, request.divisor, function)
         return AlgorithmPlan(request, replace(choice, algorithm=algorithm), channel)
-    carried = SentValues(values, channel.wire, header_bytes(piece))
-    choice = replace(choice, piece_bytes=values.place_bytes)
+    carried = HeaderValues(wire, header_bytes(piece))
+    choice = replace(choice, piece_bytes=wire.places.shape[1])
     return _kernel_plan(request, choice, channel, codes, carried)
 
 
@@ -283,7 +283,7 @@ def _kernel_plan(
     choice: Choice,
     channel: Channel,
     codes: bytes,
-    carried: SentValues | None = None,
+    carried: HeaderValues | None = None,
 ) -> KernelPlan:
     """Return the plan of a sum by the kernel, for replicas that are all on one worker.
 

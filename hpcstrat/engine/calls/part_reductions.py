@@ -175,9 +175,9 @@ class PartReductions:
                 # The kernel sends parts of equal sizes as an all-to-all sends them.
                 sent = sent_in_header(nbytes * (self._size - 1), channel)
                 equal = all(part.nbytes == nbytes for part in parts)
-                if sent is None or not equal or nbytes * self._size > sent.place_bytes:
+                piece_bytes = channel.wire.places.shape[1]
+                if sent is None or not equal or nbytes * self._size > piece_bytes:
                     return None
-                piece_bytes = sent.place_bytes
             likes = without_memory([(a.shape, a.dtype) for a in parts])
             kinds = [(result.shape, result.dtype)]
             columns = piece_bytes // (result.itemsize * self._size)

@@ -65,13 +65,13 @@ class Channel:
         self.topology = topology
         # The compiled kernel that sums in this worker's memory, or None if some rank
         # does not have it. The kernel also holds the state of the calls.
-        in_worker, values = None, None
+        in_worker = None
         # True if ranks can read each other's arrays, for large calls that move data.
         self.reads_memory = False
         if native:
             in_worker, self.reads_memory = make_kernel(topology)
-            values = make_worker_values(topology)
-        self.kernel = in_worker if values is None else values.kernel
+        values = make_worker_values(topology, native=native)
+        self.kernel = in_worker or (values and values.kernel)
         self.state: Any = self.kernel or CallState()
         self.closed, self.elsewhere, self.notice = False, None, ""
         self.noticed: dict[int, str] = {}

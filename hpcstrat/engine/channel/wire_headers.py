@@ -38,7 +38,7 @@ from hpcstrat.engine.typing import Array
 
 __all__ = [
     "HEADER_BYTES",
-    "HeaderBlocks",
+    "HeaderValues",
     "WireHeaders",
     "WorkerValues",
     "carried_bytes",
@@ -101,7 +101,7 @@ def carried_bytes(nbytes: int) -> int:
 
 
 class WorkerValues:
-    """A kernel for the values of all workers, and its memory; not collective.
+    """Memory for the values of all workers, and a kernel for it; not collective.
 
     A worker of one replica shares no memory with other ranks. Its kernel adds its
     values to those of the other workers in private memory, which has the form of a
@@ -112,14 +112,18 @@ class WorkerValues:
     sent as one message.
     """
 
-    def __init__(self, worker: int, num_workers: int, room_bytes: int) -> None:
+    def __init__(
+        self, worker: int, num_workers: int, room_bytes: int, *, native: bool = True
+    ) -> None:
         self.place_bytes = -(-room_bytes // _LINE_BYTES) * _LINE_BYTES
         stride = _LINE_BYTES + self.place_bytes
         # Two records of each worker, which the kernel uses in turn, then the places.
         records = 2 * num_workers * _LINE_BYTES
         memory = mmap.mmap(-1, records + num_workers * stride + _LINE_BYTES)
-        sizes = records + _LINE_BYTES, stride, self.place_bytes, self.place_bytes
-        self.kernel = load().Kernel(memory, *sizes, worker, num_workers)
+        self.kernel: Any = None
+        if native:
+            sizes = records + _LINE_BYTES, stride, self.place_bytes, self.place_bytes
+            self.kernel = load().Kernel(memory, *sizes, worker, num_workers)
         array = np.frombuffer(memory, np.uint8, num_workers * stride, records)
         rows = array.reshape(num_workers, stride)
         # The values of all workers, one row for each, and the messages with headers.
@@ -127,16 +131,17 @@ class WorkerValues:
         self.messages: Array = rows[:, _LINE_BYTES - HEADER_BYTES :]
 
 
-def make_worker_values(topology: Topology) -> WorkerValues | None:
-    """Return the kernel's memory for `WireHeaders`; None without a kernel.
+def make_worker_values(topology: Topology, *, native: bool) -> WorkerValues | None:
+    """Return the memory for `WireHeaders` on the first rank of a worker, else None.
 
-    Only a worker of one replica has such memory. Not collective: a sum has the same
+    Only a worker of one replica has a kernel for it. Not collective: a sum has the same
     bits with and without the kernel.
     """
-    size = topology.num_workers
-    if size == 1 or topology.worker_comm.size > 1 or load() is None:
+    size, alone = topology.num_workers, topology.worker_comm.size == 1
+    if size == 1 or topology.worker_comm.rank:
         return None
-    return WorkerValues(topology.worker_id, size, room_bytes(size))
+    native = native and alone and load() is not None
+    return WorkerValues(topology.worker_id, size, room_bytes(size), native=native)
 
 
 class WireHeaders(Waitable):
@@ -144,7 +149,7 @@ class WireHeaders(Waitable):
 
     The constructor is collective over ``topology.replica_comm``. ``comm`` is the
     channel's own communicator. With two workers, messages are sent from the memory
-    ``values`` of the kernel and received into it, if there is one.
+    ``values`` and received into it.
     """
 
     def __init__(
@@ -153,11 +158,10 @@ class WireHeaders(Waitable):
         comm: Any,
         segment: SegmentHeaders,
         rings: SharedRings,
-        values: WorkerValues | None = None,
+        values: WorkerValues | None,
     ) -> None:
         self._comm, self._segment, self._rings = comm, segment, rings
         self.alone = topology.worker_comm.size == 1
-        leads = topology.worker_comm.rank == 0
         # The first replica of each worker, in the order of the workers.
         told = comm.allgather((topology.worker_replicas[0], topology.worker_comm.rank))
         firsts = sorted({first for first, _ in told})
@@ -173,16 +177,21 @@ class WireHeaders(Waitable):
             to, source = firsts[(me - distance) % size], firsts[(me + distance) % size]
             self._peers.append((to, source))
             self.counts.append(min(distance, size - distance))
-        counts = self.counts if leads else []
-        # The send buffer, with this worker's values first, and the receive buffers.
-        self.values = values
-        if values is not None and size == 2:
-            self.out, *self.came = values.messages[me], values.messages[1 - me]
-        else:
-            self.out = np.zeros(HEADER_BYTES + max(counts, default=0) * room, np.uint8)
-            self.came = [np.zeros(HEADER_BYTES + n * room, np.uint8) for n in counts]
-        # Memory for the sum of all workers' values.
-        self.total = np.zeros(room if leads else 0, np.uint8)
+        # The kernel and the rows for the values of all workers; the send buffer, with
+        # this worker's values first; the receive buffers. Only the first rank of a
+        # worker has them.
+        self.kernel: Any = None if values is None else values.kernel
+        self.places, self.came = np.empty((0, room), np.uint8), list[Array]()
+        self.out: Array = np.zeros(HEADER_BYTES, np.uint8)
+        if values is not None:
+            self.places, counts = values.places, self.counts
+            if size == 2:
+                self.out, *self.came = values.messages[me], values.messages[1 - me]
+            else:
+                self.out = np.zeros(HEADER_BYTES + max(counts) * room, np.uint8)
+                self.came = [
+                    np.zeros(HEADER_BYTES + n * room, np.uint8) for n in counts
+                ]
         self._header: Any = self.out.data[:HEADER_BYTES]
         self._reads = [came.data[:HEADER_BYTES].tobytes for came in self.came]
         self._receives = [
@@ -230,7 +239,7 @@ class WireHeaders(Waitable):
         exchange the messages, because there are more than one.
         """
         requests = self._requests_for(nbytes, own_bytes)
-        if self.values is None or len(requests) > 1 or requests[0][1]:
+        if self.kernel is None or len(requests) > 1 or requests[0][1]:
             return ()
         sent, received = requests[0][0], self._receives[0]
         return sent.Start, received.Start, received.Test, sent.Test, nbytes
@@ -349,45 +358,62 @@ class WireHeaders(Waitable):
             yield
 
 
-class HeaderBlocks:
-    """A `HeaderPayload` of ``nbytes`` for each worker, with views of all values.
+class HeaderValues:
+    """The `HeaderPayload` of a call: few values of each worker, in the messages.
 
-    ``in_order`` has the values of each worker in the messages of the first rank of this
-    worker, in the order of the workers; it is empty on the other ranks.
+    ``nbytes`` is the size in bytes of the values of each worker, and ``own_bytes`` that
+    of the values which this worker has; default: the same. On the first rank of a
+    worker, ``rows`` has the values of all workers; it is empty on the other ranks. If
+    this class is not derived from, the kernel adds or copies the values in ``rows``.
+    With two workers, ``rows`` are parts of the messages; with more, values are copied.
     """
 
-    def __init__(self, headers: WireHeaders, nbytes: int) -> None:
-        self.nbytes = self.own_bytes = nbytes
-        self.num_workers = headers.num_workers
-        self.in_order: list[Any] = []
-        # For each hop of the header: destination and source of the received values
-        # that later hops send on.
-        self._copies: list[tuple[Any, Any]] = []
-        if not headers.came:
+    def __init__(
+        self, headers: WireHeaders, nbytes: int, own_bytes: int | None = None
+    ) -> None:
+        self.headers, self.nbytes = headers, nbytes
+        self.own_bytes = nbytes if own_bytes is None else own_bytes
+        self.rows = rows = headers.places[:, :nbytes]
+        # Destination and source of copies: before the first message, and, for each
+        # hop, of the received values.
+        self._gathered: list[tuple[Array, Array]] = []
+        self._taken: list[list[tuple[Array, Array]]] = [[] for _ in headers.came]
+        if headers.num_workers == 2 or not headers.came:
             return
-        largest = max(headers.counts)
-        blocks = _cut(headers.out, largest, nbytes)
-        hops = zip(headers.counts, headers.came, strict=True)
-        for hop, (count, came) in enumerate(hops):
-            # Later hops send only the first of the received values to other workers.
-            used = nbytes * max(0, min(count, largest - (1 << hop)))
-            behind = headers.out[HEADER_BYTES + (nbytes << hop) :]
-            self._copies.append((behind[:used], came[HEADER_BYTES:][:used]))
-            blocks[1 << hop :] = _cut(came, count, nbytes)
-        # ``blocks`` has this worker's values first, then the next worker's, and so on.
-        me, size = headers.worker, headers.num_workers
-        self.in_order = [blocks[(worker - me) % size] for worker in range(size)]
+        # The values of this worker and of the next workers, in the messages it sends.
+        me, most = headers.worker, max(headers.counts)
+        sent = _blocks(headers.out, most, nbytes)
+        self._gathered = [(sent[0], rows[me])]
+        for hop, count in enumerate(headers.counts):
+            came = _blocks(headers.came[hop], count, nbytes)
+            first = (me + (1 << hop)) % headers.num_workers
+            until_last = min(count, headers.num_workers - first)
+            later = max(0, min(count, most - (1 << hop)))
+            self._taken[hop] = [
+                (rows[first : first + until_last], came[:until_last]),
+                (rows[: count - until_last], came[until_last:]),
+                (sent[1 << hop :][:later], came[:later]),
+            ]
+
+    def gather(self) -> None:
+        """Copy this worker's values behind the header of its message."""
+        for to, source in self._gathered:
+            to[...] = source
 
     def take(self, hop: int) -> None:
-        """Copy the values received in a hop into the buffer that later hops send."""
-        out, came = self._copies[hop]
-        out[...] = came
+        """Copy the values received in a hop to their rows, and to later messages."""
+        for to, source in self._taken[hop]:
+            to[...] = source
+
+    def finish(self) -> None:
+        """Let the kernel find the records of all workers."""
+        self.headers.kernel.arrive()
 
 
-def _cut(message: Any, count: int, nbytes: int) -> list[Any]:
-    """Return views of the values of each worker in a message."""
-    starts = (HEADER_BYTES + number * nbytes for number in range(count))
-    return [message[start : start + nbytes] for start in starts]
+def _blocks(message: Array, count: int, nbytes: int) -> Array:
+    """Return the values behind a message's header, one row for each worker."""
+    behind = message[HEADER_BYTES : HEADER_BYTES + count * nbytes]
+    return behind.reshape(count, nbytes)
 
 
 def _started(requests: Sequence[Any]) -> list[Any]:

@@ -28,7 +28,7 @@ def test_sums_are_in_the_order_of_ranks_and_then_of_workers(
         pytest.skip("inside one worker headers carry no values")
     wire, calls = strategy.collectives.channel.wire, list[Any]()
     # In a worker of one replica the kernel adds the values.
-    monkeypatch.setattr(wire, "values", None)
+    monkeypatch.setattr(wire, "kernel", None)
     reductions = strategy.collectives.reductions_by(strategy.collectives.ops)
     monkeypatch.setattr(reductions, "_plans", {})
     for caller in (reductions, strategy.collectives):
