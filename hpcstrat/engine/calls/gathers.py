@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,8 @@ from hpcstrat.engine.typing import Array, Tree
 
 __all__ = ["Gathers", "started_gather"]
 
-# Objects are sent in a first message of this size, which begins with their size.
-_FIRST_BYTES, _SIZE_BYTES = 512, 8
+# Objects are sent in rows of this size; the first row begins with their size.
+_ROW_BYTES, _SIZE_BYTES = 512, 8
 
 
 class Gathers:
@@ -92,10 +93,7 @@ class Gathers:
         call: Call,
         given: tuple[str, Any, Any] | None,
     ) -> Move:
-        """Return the gather of arrays in host memory.
-
-        ``given`` is None for a started call, whose header compares all lengths.
-        """
+        """Return the gather of arrays in host memory."""
         shapes = [(*a.shape[:axis], *a.shape[axis + 1 :]) for a in arrays]
         inner = [math.prod(a.shape[axis + 1 :]) * a.itemsize for a in arrays]
         outer = [math.prod(a.shape[:axis]) for a in arrays]
@@ -111,8 +109,6 @@ class Gathers:
             ]
             return gathered_blocks(lengths, inner, outer, rank), results
 
-        if given is None:
-            return Move(call, arrays, None, own, plan, given)
         return Move(call, arrays, None, own, plan, given, own, equal=all_equal)
 
     def start_all_gather(self, tree: Tree, axis: int, what: str) -> PendingCall:
@@ -128,7 +124,9 @@ class Gathers:
         if calls.channel is None:
             copies = unflatten(structure, [array.copy() for array in arrays])
             return PendingCall(None, call, iter(()), copies)
-        plan = self._gathers.plan(self._gather(arrays, axis, call, None))
+        # The header compares all lengths.
+        gather = replace(self._gather(arrays, axis, call, None), integers=None)
+        plan = self._gathers.plan(gather)
         results = plan.allocate(plan.results)
         steps, whole = plan.steps(arrays, results), unflatten(structure, results)
         return PendingCall(
@@ -168,44 +166,28 @@ class Gathers:
     ) -> list[Array]:
         """Return the bytes of all replicas, or of the root, on every replica.
 
-        The first message has a fixed length, and contains the number of bytes. If there
-        are more bytes, a second message follows. Call this only from an entry.
+        Each replica's bytes, behind their number, fill some rows of an array, and the
+        replicas gather these rows. Call this only from an entry.
         """
-        rank = self.collectives.rank
-        senders = [root] if root is not None else list(range(self.collectives.size))
-        own = np.frombuffer(data if rank in senders else b"", np.uint8)
-        first = np.zeros(_FIRST_BYTES if rank in senders else 0, np.uint8)
-        if first.size:
-            first[:_SIZE_BYTES].view(np.int64)[0] = own.size
-            few = own[: _FIRST_BYTES - _SIZE_BYTES]
-            first[_SIZE_BYTES : _SIZE_BYTES + few.size] = few
-        sizes = [_FIRST_BYTES] * len(senders)
-        firsts = self._bytes_of_sizes(first, senders, sizes, call)
-        sizes = [int(array[:_SIZE_BYTES].view(np.int64)[0]) for array in firsts]
-        if max(sizes) <= _FIRST_BYTES - _SIZE_BYTES:
-            return [
-                array[_SIZE_BYTES:][:n] for array, n in zip(firsts, sizes, strict=True)
-            ]
-        rest = describe_call(f"data of {call.text}", f"{sizes} bytes", own.size)
-        found: list[Array] = self.collectives.call(
-            call.text, self._bytes_of_sizes, own, senders, sizes, rest
-        )
+        sends = root in (None, self.collectives.rank)
+        num_rows = -(-(_SIZE_BYTES + len(data)) // _ROW_BYTES) if sends else 0
+        rows = np.zeros((num_rows, _ROW_BYTES), np.uint8)
+        if sends:
+            rows.reshape(-1)[:_SIZE_BYTES].view(np.int64)[0] = len(data)
+            own = rows.reshape(-1)[_SIZE_BYTES:][: len(data)]
+            own[...] = np.frombuffer(data, np.uint8)
+        # At the first call, replicas expect a single row of each that sends.
+        senders = range(self.collectives.size)
+        single = tuple((int(root in (None, rank)),) for rank in senders)
+        equal = single if num_rows < 2 else None
+        gather = replace(self._gather([rows], 0, call, None), equal=equal)
+        [whole] = self._gathers.make(gather)
+        found, left = [], whole.reshape(-1)
+        while left.size:
+            size = int(left[:_SIZE_BYTES].view(np.int64)[0])
+            found.append(left[_SIZE_BYTES:][:size])
+            left = left[-(-(_SIZE_BYTES + size) // _ROW_BYTES) * _ROW_BYTES :]
         return found
-
-    def _bytes_of_sizes(
-        self, own: Array, senders: list[int], sizes: list[int], call: Call
-    ) -> list[Array]:
-        """Return the bytes of some replicas, whose sizes all replicas know."""
-
-        def plan() -> tuple[MoveBlocks, Kinds]:
-            lengths = [(0,)] * self.collectives.size
-            for rank, nbytes in zip(senders, sizes, strict=True):
-                lengths[rank] = (nbytes,)
-            blocks = gathered_blocks(lengths, (1,), (1,), self.collectives.rank)
-            return blocks, [((sum(sizes),), np.dtype(np.uint8))]
-
-        [whole] = self._gathers.make_known(call, [own], None, plan)
-        return np.split(whole, np.cumsum(sizes)[:-1])
 
 
 def _gather_call(what: str, axis: int, arrays: list[Array], structure: Any) -> Call:
