@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.engine.algorithms.blocks import Block, MoveBlocks
-from hpcstrat.engine.algorithms.move_messages import move_by_messages
+from hpcstrat.engine.algorithms.move_messages import Takes, move_by_messages
 from hpcstrat.engine.algorithms.plan import (
     CopyPlan,
     KernelPlan,
@@ -120,7 +120,7 @@ class MovePlan(Plan):
         allocate: Any,
     ) -> None:
         super().__init__(call, results, channel, allocate)
-        self._blocks, self._takes, self.own = blocks, blocks.takes, blocks.own
+        self._blocks, self.own = blocks, blocks.own
         rows = None if channel is None else _rows_in_header(blocks.nbytes, channel)
         self._carried = None
         if channel is not None and rows is not None:
@@ -130,35 +130,26 @@ class MovePlan(Plan):
     def steps(
         self, arrays: Sequence[Array], results: Sequence[Array], *, waits: bool = False
     ) -> WaitSteps:
-        """Make the call step by step; see `Plan.steps`.
-
-        Between workers, calls in which ranks send parts of their arrays to each other
-        need ``waits``: then MPI's calls wait here, and not where the steps are awaited.
-        """
+        """Make the call step by step; see `Plan.steps`."""
         blocks = self._blocks
         flats = [a if is_plain(a) else np.require(a, requirements="C") for a in arrays]
-        own = _stream([_octets(flat) for flat in flats], blocks.puts)
+        sources = [_octets(flat) for flat in flats]
+        own = _stream(sources, blocks.puts)
         into = [r if is_plain(r) else np.empty(r.shape, r.dtype) for r in results]
-        octets = [_octets(array) for array in into]
-        targets = [_target(octets[b.array], b) for b in self._takes]
+        targets = [_octets(array) for array in into]
+        takes = [(block, _rows(targets[block.array], block)) for block in blocks.takes]
         if self._carried is not None:
-            yield from self._carried.steps(own, self._takes, targets)
+            yield from self._carried.steps(own, takes)
         else:
-            given = blocks, own, targets, self.channel
-            yield from move_by_messages(*given, waits=waits)
+            yield from move_by_messages(blocks, own, takes, self.channel)
         i, j = blocks.own
         if i >= 0 and blocks.spans is not None:
-            octets[j][...] = _octets(flats[i])
+            targets[j][...] = sources[i]
         for source, copied in blocks.copies:
-            values = _rows(_octets(flats[source.array]), source)
-            rows = _rows(octets[copied.array], copied)
-            rows[...] = values.reshape(rows.shape)
+            rows = _rows(targets[copied.array], copied)
+            rows[...] = _rows(sources[source.array], source).reshape(rows.shape)
         for block in blocks.zeros:
-            _rows(octets[block.array], block)[...] = 0
-        for block, target in zip(self._takes, targets, strict=True):
-            if block.num_chunks > 1:
-                rows = _rows(octets[block.array], block)
-                rows[...] = target.reshape(rows.shape)
+            _rows(targets[block.array], block)[...] = 0
         for array, result in zip(into, results, strict=True):
             if array is not result:
                 result[...] = array
@@ -212,25 +203,24 @@ class _Carried(HeaderValues):
         # The places of this worker's ranks, if there are several.
         self._place = channel.rings.of(np.dtype(np.uint8))[:0]
 
-    def steps(
-        self, own: Array, takes: Sequence[Block], targets: Sequence[Array]
-    ) -> WaitSteps:
+    def steps(self, own: Array, takes: Takes) -> WaitSteps:
         """Send this rank's stream in the header, and take blocks from all streams."""
-        wire, rows = self.headers, self.rows
+        wire, streams = self.headers, self.rows
         if wire.alone:
-            rows[wire.worker, : own.size] = own
+            streams[wire.worker, : own.size] = own
         else:
             rings, whole_bytes = self._channel.rings, self.nbytes * wire.num_workers
             place_bytes = rings.place_bytes(max(1, whole_bytes))
             place = rings.take(place_bytes)
             self._place = rings.of(np.dtype(np.uint8))[:, place : place + place_bytes]
             self._place[self._index, : own.size] = own
-            rows = self._place[0, :whole_bytes].reshape(wire.num_workers, self.nbytes)
+            whole = self._place[0, :whole_bytes]
+            streams = whole.reshape(wire.num_workers, self.nbytes)
         yield self
-        for block, target in zip(takes, targets, strict=True):
+        for block, rows in takes:
             worker, index = wire.where[block.rank]
             low = index * self._row_bytes + block.offset
-            target[...] = rows[worker, low : low + target.size]
+            rows[...] = streams[worker, low : low + block.nbytes].reshape(rows.shape)
 
     def gather(self) -> None:
         """Write the streams of this worker's ranks behind the header of a message."""
@@ -258,27 +248,24 @@ def _octets(array: Array) -> Array:
 
 
 def _rows(octets: Array, block: Block) -> Array:
-    """Return the bytes of a block in its array, one row for each chunk."""
-    flat = octets[block.at :]
+    """Return the bytes of a block in its array, with a row for each of its chunks.
+
+    A single chunk is a flat array.
+    """
+    if block.num_chunks == 1:
+        return octets[block.at : block.at + block.chunk]
     shape, strides = (block.num_chunks, block.chunk), (block.stride, 1)
-    return np.lib.stride_tricks.as_strided(flat, shape, strides)
+    rows: Array = np.lib.stride_tricks.as_strided(octets[block.at :], shape, strides)
+    return rows
 
 
 def _stream(octets: Sequence[Array], puts: Sequence[Block]) -> Array:
     """Return a rank's stream: a view of its array if possible, else a copy."""
     if len(puts) == 1 and puts[0].num_chunks == 1:
-        block = puts[0]
-        return octets[block.array][block.at : block.at + block.chunk]
+        return _rows(octets[puts[0].array], puts[0])
     size = max((b.offset + b.nbytes for b in puts), default=0)
     stream = np.empty(size, np.uint8)
     for block in puts:
         part = stream[block.offset : block.offset + block.nbytes]
         part.reshape(block.num_chunks, -1)[...] = _rows(octets[block.array], block)
     return stream
-
-
-def _target(octets: Array, block: Block) -> Array:
-    """Return memory for a block: of the result if its bytes are adjacent, else new."""
-    if block.num_chunks == 1:
-        return octets[block.at : block.at + block.chunk]
-    return np.empty(block.nbytes, np.uint8)
