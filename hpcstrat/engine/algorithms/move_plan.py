@@ -25,6 +25,7 @@ from hpcstrat.engine.algorithms.plan import (
     KernelPlan,
     Kinds,
     Plan,
+    cached_piece_bytes,
     is_plain,
     without_memory,
 )
@@ -32,10 +33,10 @@ from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import WaitSteps
 from hpcstrat.engine.channel.wire_headers import HeaderValues, carried_bytes
-from hpcstrat.engine.native import load
+from hpcstrat.engine.native import load, type_codes
 from hpcstrat.engine.typing import Array
 
-__all__ = ["plan_move", "sent_in_header"]
+__all__ = ["plan_move", "plan_scatter"]
 
 # Ranks may read streams from this size on in each other's memory, instead of copying
 # them through the places of the rings. The kernel measures which way is faster.
@@ -65,7 +66,7 @@ def plan_move(
     sent = None
     if channel is not None:
         own_bytes = blocks.streams[channel.topology.replica_id]
-        sent = sent_in_header(blocks.nbytes, channel, own_bytes)
+        sent = _sent_in_header(blocks.nbytes, channel, own_bytes)
     if channel is None or kernel is None or (channel.wire is not None and sent is None):
         return MovePlan(call, blocks, kinds[1], channel, allocate)
     topology = channel.topology
@@ -95,6 +96,37 @@ def plan_move(
     )
     plan = KernelPlan(call, kinds[1], channel, allocate, one=one, carried=sent)
     plan.own = blocks.own
+    return plan
+
+
+def plan_scatter(
+    call: Call, kinds: tuple[Kinds, Kinds], divisor: int, channel: Channel
+) -> KernelPlan | None:
+    """Return the plan of a sum of parts, by the kernel; None if it cannot make it.
+
+    Each rank sums the ranks' values of its part. ``kinds`` are those of a rank's parts
+    and of its result. If ``divisor`` is not 0, the sums are divided by it.
+    """
+    likes, ((shape, dtype),) = without_memory(kinds[0]), kinds[1]
+    codes = type_codes([dtype], "SUM")
+    if channel.kernel is None or codes is None or (divisor and dtype.kind not in "fc"):
+        return None
+    size, nbytes, sent = len(likes), max(like.nbytes for like in likes), None
+    piece_bytes = cached_piece_bytes(channel.topology.slot_bytes, channel.topology)
+    if channel.wire is not None:
+        # The kernel sends parts of equal sizes as an all-to-all sends them.
+        sent = _sent_in_header(nbytes * (size - 1), channel)
+        piece_bytes = channel.wire.places.shape[1]
+        equal = all(like.nbytes == nbytes for like in likes)
+        if sent is None or not equal or nbytes * size > piece_bytes:
+            return None
+    columns = piece_bytes // (dtype.itemsize * size)
+    how = columns, divisor, call, call.digest
+    one = load().scatter(
+        channel.kernel, codes[0], likes, without_memory(kinds[1]), *how
+    )
+    plan = KernelPlan(call, [(shape, dtype)], channel, None, one=one, carried=sent)
+    plan.own = channel.topology.replica_id, 0
     return plan
 
 
@@ -155,7 +187,7 @@ class MovePlan(Plan):
                 result[...] = array
 
 
-def sent_in_header(
+def _sent_in_header(
     nbytes: int, channel: Channel, own_bytes: int | None = None
 ) -> HeaderValues | None:
     """Return streams of a size in a header, from the kernel; None if it cannot.

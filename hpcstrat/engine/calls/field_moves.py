@@ -83,16 +83,11 @@ class FieldMoves:
         self.size: int = collectives.size
         self.rank: int = collectives.rank
         self._line: Lines = (tuple(range(self.size)),)
-        self._moves = RepeatedMoves(collectives)
+        self._moves: RepeatedMoves = collectives.repeated
         # How an adjoint adds the values of pads, by its arguments, and by the shapes
         # and dtypes of its arrays: for the last plan that was made for these. Each
         # addition has an array, the index of rows of its sum, and a slice of values.
         self._additions: dict[Any, Sequence[tuple[int, Any, slice]]] = {}
-
-    def close(self) -> None:
-        """Forget the plans, which hold shared memory."""
-        self._moves.close()
-        self._additions.clear()
 
     def halo(
         self,
@@ -190,7 +185,8 @@ class FieldMoves:
         def plan(shapes: Shapes) -> tuple[MoveBlocks, Kinds]:
             if len(self._additions) >= _MOST_ADDITIONS:
                 # The plans need the additions: forget these, too.
-                self.close()
+                self._moves.close()
+                self._additions.clear()
             blocks, additions, counts = halo_adjoint_blocks(
                 shapes, sizes, halo, lines, self.rank
             )

@@ -6,6 +6,7 @@ made by plans, see `hpcstrat.engine.calls.repeated_moves`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,6 +35,8 @@ __all__ = ["Gathers", "started_gather"]
 
 # Objects are sent in rows of this size; the first row begins with their size.
 _ROW_BYTES, _SIZE_BYTES = 512, 8
+# Distinguishes the headers of objects from those of arrays.
+_OBJECTS = 1
 
 
 class Gathers:
@@ -48,15 +51,7 @@ class Gathers:
     def __init__(self, collectives: Any) -> None:
         # The `Collectives` of the replicas.
         self.collectives = collectives
-        self._gathers = RepeatedMoves(collectives)
-        # Makes an earlier `all_gather` again in the kernel, or returns None.
-        self.repeat_gather = self._gathers.repeat
-        self._broadcasts = RepeatedMoves(collectives)
-
-    def close(self) -> None:
-        """Forget the plans, which hold shared memory."""
-        self._gathers.close()
-        self._broadcasts.close()
+        self._repeated: RepeatedMoves = collectives.repeated
 
     def all_gather(self, tree: Tree, axis: int, what: str) -> Tree:
         """Concatenate the replicas' arrays along an axis, on every replica.
@@ -67,7 +62,7 @@ class Gathers:
         ReplicaError. Raises CollectiveError on every replica if the replicas disagree
         on dtype, number of dimensions, or a dimension other than ``axis``.
         """
-        return self._gathers.call(self._all_gather, what, axis, tree, None)
+        return self._repeated.call(self._all_gather, what, axis, tree, None)
 
     def _all_gather(self, what: str, axis: int, tree: Tree, _: None) -> Tree:
         leaves, structure = flatten(tree)
@@ -80,7 +75,7 @@ class Gathers:
             call = _gather_call(what, axis, some, structure)
             if some and is_device(some[0]):
                 return gathered_on_gpus(self.collectives, some, axis, call)
-            return self._gathers.make(
+            return self._repeated.make(
                 self._gather(some, axis, call, (what, axis, tree))
             )
 
@@ -125,8 +120,9 @@ class Gathers:
             copies = unflatten(structure, [array.copy() for array in arrays])
             return PendingCall(None, call, iter(()), copies)
         # The header compares all lengths.
-        gather = replace(self._gather(arrays, axis, call, None), integers=None)
-        plan = self._gathers.plan(gather)
+        move = replace(self._gather(arrays, axis, call, None), integers=None)
+        make = functools.partial(self._repeated.planned, move, None)
+        plan: Any = self._repeated.plan(call, move.own, make)
         results = plan.allocate(plan.results)
         steps, whole = plan.steps(arrays, results), unflatten(structure, results)
         return PendingCall(
@@ -135,9 +131,11 @@ class Gathers:
 
     def broadcast(self, tree: Tree, root: int, what: str) -> Tree:
         """Return the root's arrays on every replica, as new arrays."""
-        return self._broadcasts.call(self._broadcast, what, root, tree, None)
+        name = "broadcast", root
+        return self._repeated.call(self._broadcast, what, name, tree, None)
 
-    def _broadcast(self, what: str, root: int, tree: Tree, _: None) -> Tree:
+    def _broadcast(self, what: str, name: Any, tree: Tree, _: None) -> Tree:
+        _, root = name
         leaves, structure = flatten(tree)
         arrays = [as_array(leaf) for leaf in leaves]
         calls = self.collectives
@@ -156,8 +154,8 @@ class Gathers:
                 blocks = broadcast_blocks(sizes, root, calls.rank, calls.size)
                 return blocks, kinds_of(some)
 
-            given = what, root, tree
-            return self._broadcasts.make_known(call, some, None, plan, given)
+            given = what, name, tree
+            return self._repeated.make_known(call, some, None, plan, given)
 
         return unflatten(structure, in_each_memory(broadcast, arrays))
 
@@ -169,6 +167,8 @@ class Gathers:
         Each replica's bytes, behind their number, fill some rows of an array, and the
         replicas gather these rows. Call this only from an entry.
         """
+        # A call that moves arrays may have the same name: do not take its lengths.
+        call = replace(call, digest=call.digest ^ _OBJECTS)
         sends = root in (None, self.collectives.rank)
         num_rows = -(-(_SIZE_BYTES + len(data)) // _ROW_BYTES) if sends else 0
         rows = np.zeros((num_rows, _ROW_BYTES), np.uint8)
@@ -181,7 +181,7 @@ class Gathers:
         single = tuple((int(root in (None, rank)),) for rank in senders)
         equal = single if num_rows < 2 else None
         gather = replace(self._gather([rows], 0, call, None), equal=equal)
-        [whole] = self._gathers.make(gather)
+        [whole] = self._repeated.make(gather)
         found, left = [], whole.reshape(-1)
         while left.size:
             size = int(left[:_SIZE_BYTES].view(np.int64)[0])

@@ -46,14 +46,10 @@ class Moves:
         # The `Collectives` of the replicas.
         self.collectives = collectives
         self.size, self.rank = collectives.size, collectives.rank
-        self.repeated = RepeatedMoves(collectives)
+        self.repeated: RepeatedMoves = collectives.repeated
         # The arrays of a barrier, which has no lengths that could change.
         self._nothing: list[Array] = []
         self._repeat_barrier = self.repeated.repeat_in_kernel
-
-    def close(self) -> None:
-        """Forget the plans, which hold shared memory."""
-        self.repeated.close()
 
     def barrier(self, what: str = "barrier") -> None:
         """Wait for all replicas; collective over ``topology.replica_comm``."""
@@ -97,11 +93,12 @@ class Moves:
         """Copy the root's values into ``array`` of every replica."""
         sends = self.rank == root
         arrays, outs = ([array], []) if sends else ([], [array])
-        self.repeated.call(self._broadcast_into, what, root, arrays, outs)
+        self.repeated.call(self._broadcast_into, what, ("root", root), arrays, outs)
 
     def _broadcast_into(
-        self, what: str, root: int, arrays: list[Array], outs: list[Array]
+        self, what: str, name: Any, arrays: list[Array], outs: list[Array]
     ) -> None:
+        _, root = name
         self.check_root(root)
         [array] = arrays + outs
         flat_view(array)
@@ -112,7 +109,7 @@ class Moves:
             # The root has no results.
             return replace(found, takes=[]) if arrays else found
 
-        self._move(call, arrays, outs, blocks, (what, root, arrays))
+        self._move(call, arrays, outs, blocks, (what, name, arrays))
 
     def gather_into(
         self, own: Array, parts: Sequence[Array] | None, root: int, what: str
@@ -122,7 +119,7 @@ class Moves:
         Only the root's ``parts`` are used, which must all have the size of ``own``.
         """
         outs = list(parts or ()) if self.rank == root else []
-        self.repeated.call(self._with_root, what, root, own, outs)
+        self.repeated.call(self._with_root, what, ("root", root), own, outs)
 
     def scatter_into(
         self, parts: Sequence[Array] | None, result: Array, root: int, what: str
@@ -132,12 +129,13 @@ class Moves:
         Only the root's ``parts`` are used, which must all have the size of ``result``.
         """
         sources = list(parts or ()) if self.rank == root else []
-        self.repeated.call(self._with_root, what, root, sources, [result])
+        self.repeated.call(self._with_root, what, ("root", root), sources, [result])
 
     def _with_root(
-        self, what: str, root: int, value: Array | list[Array], outs: list[Array]
+        self, what: str, name: Any, value: Array | list[Array], outs: list[Array]
     ) -> None:
         """Gather ``value`` into the root's ``outs``, or scatter the root's list."""
+        _, root = name
         self.check_root(root)
         here, every = self.rank == root, {rank: rank for rank in range(self.size)}
         if isinstance(value, list):
@@ -161,7 +159,7 @@ class Moves:
             table[(slice(None), root) if arrays is not value else root] = own.nbytes
             return sent_blocks(table, self.rank, to, source)
 
-        self._move(call, arrays, outs, blocks, (what, root, value))
+        self._move(call, arrays, outs, blocks, (what, name, value))
 
     def all_to_all(
         self, sends: Sequence[Array], receives: Sequence[Array], what: str

@@ -6,31 +6,25 @@ be contiguous and in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.engine.algorithms.blocks import MoveBlocks, sent_blocks
-from hpcstrat.engine.algorithms.move_plan import sent_in_header
-from hpcstrat.engine.algorithms.plan import (
-    KernelPlan,
-    Kinds,
-    cached_piece_bytes,
-    repeater,
-    without_memory,
-)
+from hpcstrat.engine.algorithms.move_plan import plan_scatter
+from hpcstrat.engine.algorithms.plan import Kinds
 from hpcstrat.engine.algorithms.work import add_in_order, divide, slice_of
 from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings, is_half
 from hpcstrat.engine.calls.moves import Moves, describe_arrays, flat_view
+from hpcstrat.engine.calls.repeated_moves import RepeatedMoves, kinds_of
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.entries import collective
-from hpcstrat.engine.native import load, type_codes
 from hpcstrat.engine.typing import Array
 
 __all__ = ["PartReductions"]
 
-_MOST_KEPT = 512
 # Limit of the memory into which a rank receives the other ranks' values at a time.
 _MOST_RECEIVED_BYTES = 16 << 20
 
@@ -46,14 +40,8 @@ class PartReductions:
         # The `Collectives` of the replicas.
         self.collectives = collectives
         self._moves: Moves = collectives.moves
+        self._repeated: RepeatedMoves = collectives.repeated
         self._size, self._rank = collectives.size, collectives.rank
-        # The kernel's calls, by the description of the call and the arrays' shapes.
-        self._scatters: dict[Hashable, KernelPlan] = {}
-        self._repeat = repeater(collectives.channel)
-
-    def close(self) -> None:
-        """Forget the kernel's calls, which hold shared memory."""
-        self._scatters.clear()
 
     @collective
     def combine(self, function: np.ufunc, array: Array, what: str) -> None:
@@ -108,36 +96,33 @@ class PartReductions:
         The ``parts`` have one dtype, but may have different sizes. ``result`` receives
         this replica's part of the results; it may be the memory of this part itself.
         """
-        parts = list(parts)
-        name, outs = (function.__name__, divisor), [result]
-        if self._repeat(what, name, parts, outs) is None:
-            self._reduce_scatter(function, parts, result, what, divisor)
+        given = what, (function.__name__, divisor), list(parts), [result]
+        self._repeated.call(self._reduce_scatter, *given, function)
 
-    @collective
     def _reduce_scatter(
         self,
-        function: np.ufunc,
-        parts: list[Array],
-        result: Array,
         what: str,
-        divisor: int,
+        name: tuple[str, int],
+        parts: list[Array],
+        outs: list[Array],
+        function: np.ufunc,
     ) -> None:
-        name = function.__name__, divisor
-        given = what, name, parts, [result]
-        if self._repeat(*given, True) is not None:
-            return
+        (_, divisor), [result], channel = name, outs, self.collectives.channel
         _check_function(function, result, what)
         self._moves.check_parts(parts, result)
         flat, flats = flat_view(result), [flat_view(part) for part in parts]
         call = describe_arrays(what, parts[0], flats)
-        seconds = self.collectives.timeout_seconds
-        if self.collectives.channel is not None:
-            self.collectives.channel.failures.refuse(call)
-        plan = self._kernel_scatter(function, parts, result, call, divisor)
-        if plan is not None:
-            plan.keep(self._repeat, what, (name,), True, seconds)
-            plan.move(parts, [result], seconds)
-            return
+        if channel is not None:
+            channel.failures.refuse(call)
+        if channel is not None and function is np.add:
+            kinds = kinds_of(parts), kinds_of(outs)
+            own = divisor, *kinds[0], *kinds[1]
+            make = functools.partial(plan_scatter, call, kinds, divisor, channel)
+            plan = self._repeated.plan(call, own, make)
+            if plan is not None:
+                self._repeated.keep(plan, what, name, parts)
+                plan.move(parts, outs, self.collectives.timeout_seconds)
+                return
         if any(
             np.may_share_memory(flat, part)
             for rank, part in enumerate(flats)
@@ -145,52 +130,6 @@ class PartReductions:
         ):
             flats = [part.copy() for part in flats]
         self._scatter(function, flats, flat, call, divisor)
-
-    def _kernel_scatter(
-        self,
-        function: np.ufunc,
-        parts: Sequence[Array],
-        result: Array,
-        call: Call,
-        divisor: int,
-    ) -> KernelPlan | None:
-        """Return the call of a reduce-scatter by the kernel; None if it cannot make it.
-
-        Its sums have the same bits as those of `reduce_scatter`.
-        """
-        channel = self.collectives.channel
-        if channel is None or channel.kernel is None or function is not np.add:
-            return None
-        codes = type_codes([result.dtype], "SUM")
-        if codes is None or (divisor and result.dtype.kind not in "fc"):
-            return None
-        key = call, divisor, tuple(a.shape for a in (*parts, result))
-        found = self._scatters.get(key)
-        if found is None:
-            sent, nbytes = None, max(part.nbytes for part in parts)
-            piece_bytes = cached_piece_bytes(
-                channel.topology.slot_bytes, channel.topology
-            )
-            if channel.wire is not None:
-                # The kernel sends parts of equal sizes as an all-to-all sends them.
-                sent = sent_in_header(nbytes * (self._size - 1), channel)
-                equal = all(part.nbytes == nbytes for part in parts)
-                piece_bytes = channel.wire.places.shape[1]
-                if sent is None or not equal or nbytes * self._size > piece_bytes:
-                    return None
-            likes = without_memory([(a.shape, a.dtype) for a in parts])
-            kinds = [(result.shape, result.dtype)]
-            columns = piece_bytes // (result.itemsize * self._size)
-            how = columns, divisor, call, call.digest
-            one = load().scatter(
-                channel.kernel, codes[0], likes, without_memory(kinds), *how
-            )
-            if len(self._scatters) >= _MOST_KEPT:
-                self._scatters.clear()
-            found = KernelPlan(call, kinds, channel, None, one=one, carried=sent)
-            found.own = self._rank, 0
-            self._scatters[key] = found
-        return found
 
     def _scatter(
         self,
@@ -222,7 +161,7 @@ class PartReductions:
 
     def _move(self, parts: list[Array], rows: list[Array], call: Call) -> None:
         """Receive the values of all replicas for this replica's part."""
-        given, repeated = (call.text, call.digest, parts), self._moves.repeated
+        given, repeated = (call.text, call.digest, parts), self._repeated
         if repeated.repeat(*given, rows, True) is None:
 
             def plan() -> tuple[MoveBlocks, Kinds]:

@@ -14,6 +14,7 @@ from hpcstrat.engine.algorithms.plan import (
     KernelPlan,
     Plan,
     is_plain,
+    kept,
     repeater,
 )
 from hpcstrat.engine.algorithms.reduction_plans import plan_reduction
@@ -225,12 +226,12 @@ class Reductions:
         kinds = [(array.dtype, array.shape) for array in arrays]
         # The key has everything that a plan depends on and that differs between calls.
         key = request, None if options is self._options else options, on_gpu, *kinds
-        plan = self._plans.get(key)
-        if plan is None:
-            op, what, structure = request
+        op, what, structure = request
+
+        def make() -> Plan:
             group = self._group(what, options) if on_gpu else None
 
-            def make() -> Plan:
+            def plan() -> Plan:
                 # Refuse wrong arrays before the header, which then reports the error.
                 for array in arrays:
                     to_reducible(array, op)
@@ -248,18 +249,16 @@ class Reductions:
                 )
 
             # `_group` may have made calls: report later errors in a new entry.
-            made = make() if group is None else self.collectives.call(what, make)
-            # Limit the memory of the plans in programs that always use new shapes.
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            plan = self._plans[key] = made
+            made = plan() if group is None else self.collectives.call(what, plan)
             plain = structure is None or structure == list_structure(len(arrays))
-            if isinstance(plan, KernelPlan) and plain and options is self._options:
+            if isinstance(made, KernelPlan) and plain and options is self._options:
                 # All forms in which callers pass the operation.
                 names = sys.intern(op.name.lower()), op, op.name
                 how = structure is not None, options.timeout_seconds
-                plan.keep(self.repeat, what, names, *how)
-        return plan
+                made.keep(self.repeat, what, names, *how)
+            return made
+
+        return kept(self._plans, key, make, _MOST_PLANS)
 
     def _results(
         self, plan: Plan, arrays: list[Array], outs: list[Array] | None

@@ -9,6 +9,7 @@ for a while. An exchange of lengths is itself a gather of integers with a plan.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,7 +18,7 @@ import numpy as np
 
 from hpcstrat.engine.algorithms.blocks import MoveBlocks, gathered_blocks
 from hpcstrat.engine.algorithms.move_plan import plan_move
-from hpcstrat.engine.algorithms.plan import KernelPlan, Kinds, Plan, repeater
+from hpcstrat.engine.algorithms.plan import KernelPlan, Kinds, Plan, kept, repeater
 from hpcstrat.engine.arrays.recycling import Recycler
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.entries import enter
@@ -27,7 +28,7 @@ from hpcstrat.engine.typing import Array
 __all__ = ["Move", "RepeatedMoves", "kinds_of"]
 
 # Limits of the plans that are kept: kinds of calls, and lengths for each kind.
-_MOST_KINDS, _MOST_LENGTHS = 512, 64
+_MOST_KINDS, _MOST_LENGTHS = 2048, 64
 # After this number of changes that ranks have noticed by their headers, they exchange
 # the lengths in every call: in so many calls at first, and later in up to so many.
 _MOST_CHANGES, _FEWEST_EXCHANGES, _MOST_EXCHANGES = 4, 8, 256
@@ -122,13 +123,10 @@ class RepeatedMoves:
         """Repeat an earlier call in the kernel; else make it by ``make``, as an entry.
 
         Collective over ``topology.replica_comm``. ``make`` gets all other arguments. A
-        call is known by its name, the name of the operation, and the arrays.
+        call is known by its name, the name of the operation, and the arrays. Two
+        operations must not have equal names.
         """
-        try:
-            found = self.repeat_in_kernel(what, name, value, out)
-        except LengthsDifferError as error:
-            self._kind(error.call).change()
-            found = None
+        found = self.repeat(what, name, value, out)
         if found is None:
             call = self._call_inside, make, what, name, value, out
             found = enter(self._collectives.channel, what, *call, *given)
@@ -157,10 +155,8 @@ class RepeatedMoves:
 
     def _kind(self, call: Call) -> _Kind:
         """Return what this rank knows of a call's kind, whatever the lengths."""
-        if len(self._kinds) >= _MOST_KINDS:
-            self._kinds.clear()
         mark = call.text, call.digest ^ call.lengths
-        return self._kinds.setdefault(mark, _Kind())
+        return kept(self._kinds, mark, _Kind, _MOST_KINDS)
 
     def make_known(
         self,
@@ -222,17 +218,18 @@ class RepeatedMoves:
             planned = blocks, [((size * own.size,), own.dtype)]
             call = move.call.with_lengths("an exchange of lengths")
             exchange = Move(call, [own], None, None, lambda _: planned, None)
-            kind.exchange = self._planned(exchange, None)
+            kind.exchange = self.planned(exchange, None)
         [found] = kind.exchange.move([own], None, self._collectives.timeout_seconds)
         rows = tuple(map(tuple, found.reshape(size, own.size).tolist()))
         return rows if move.read_lengths is None else move.read_lengths(rows)
 
-    def plan(self, move: Move) -> Plan:
+    def plan(
+        self, call: Call, own: Hashable, make: Callable[[], Plan | None]
+    ) -> Plan | None:
         """Return the plan of a call whose header compares all lengths."""
-        kind = self._kind(move.call)
-        plan = kind.plan(move.own) or self._planned(move, None)
-        _add(kind.plans, move.own, plan)
-        return plan
+        plans: Any = self._kind(call).plans
+        found: Plan | None = kept(plans, own, make, _MOST_LENGTHS)
+        return found
 
     def _first(
         self, kind: _Kind, move: Move, lengths: Any, keeps: bool
@@ -242,19 +239,19 @@ class RepeatedMoves:
         The kernel may repeat only plans that ``kind`` drops when the lengths change.
         """
         # A field's additions belong to its last plan, so that it needs a new one.
-        kept = {} if keeps or move.read_lengths else kind.plans_of_all
-        plan = kept.get((move.own, lengths))
-        if plan is None:
-            plan = self._planned(move, lengths)
-            _add(kept, (move.own, lengths), plan)
+        plans = {} if keeps or move.read_lengths else kind.plans_of_all
+        make = functools.partial(self.planned, move, lengths)
+        plan = kept(plans, (move.own, lengths), make, _MOST_LENGTHS)
         if keeps:
-            self._keep(kind, move, plan)
+            kept(kind.plans, move.own, lambda: plan, _MOST_LENGTHS)
+            if move.given is not None:
+                self.keep(plan, *move.given)
         return self._run(plan, move)
 
     def _run(self, plan: Plan, move: Move) -> Sequence[Array]:
         return plan.move(move.arrays, move.outs, self._collectives.timeout_seconds)
 
-    def _planned(self, move: Move, lengths: Any) -> Plan:
+    def planned(self, move: Move, lengths: Any) -> Plan:
         """Make a plan for the lengths of all ranks, None if the header has them."""
         blocks, results = move.plan(lengths)
         kinds = kinds_of(move.arrays), kinds_of(move.outs) if move.outs else results
@@ -262,20 +259,12 @@ class RepeatedMoves:
         channel, allocate = self._collectives.channel, self._recycler.arrays
         return plan_move(call, blocks, kinds, channel, allocate)
 
-    def _keep(self, kind: _Kind, move: Move, plan: Plan) -> None:
-        """Keep a plan for this rank's lengths, and let the kernel repeat it."""
-        _add(kind.plans, move.own, plan)
-        what, name, value = move.given or ("", None, None)
+    def keep(self, plan: Plan, what: str, name: Any, value: Any) -> None:
+        """Let the kernel repeat calls with these arguments by a plan, if it can."""
         if isinstance(plan, KernelPlan) and type(value) in (list, np.ndarray):
             seconds = self._collectives.timeout_seconds
             given = what, (name,), type(value) is list, seconds
             plan.keep(self.repeat_in_kernel, *given)
-
-
-def _add(plans: dict[Hashable, Plan], key: Hashable, plan: Plan) -> None:
-    if len(plans) >= _MOST_LENGTHS:
-        plans.clear()
-    plans[key] = plan
 
 
 def kinds_of(arrays: Sequence[Array]) -> Kinds:

@@ -13,6 +13,7 @@ from hpcstrat.engine.calls.gathers import Gathers
 from hpcstrat.engine.calls.moves import Moves
 from hpcstrat.engine.calls.part_reductions import PartReductions
 from hpcstrat.engine.calls.reductions import Reductions
+from hpcstrat.engine.calls.repeated_moves import RepeatedMoves
 from hpcstrat.engine.channel.call import Call, describe_call
 from hpcstrat.engine.channel.channel import Channel, ClosedChannel
 from hpcstrat.engine.channel.entries import collective, enter, interrupted_call
@@ -44,6 +45,8 @@ class Collectives:
         self.size = 1 if channel is None else channel.topology.num_replicas
         self.rank = 0 if channel is None else channel.topology.replica_id
         self.ops = ops or CrossDeviceOps()
+        # Makes all calls that move data.
+        self.repeated = RepeatedMoves(self)
         self._gathers, self.moves = Gathers(self), Moves(self)
         self.parts = PartReductions(self)
         self.fields = FieldMoves(self)
@@ -53,7 +56,7 @@ class Collectives:
         # Methods of other objects, bound here so that a call needs no extra lookup.
         self.all_gather = self._gathers.all_gather
         self.broadcast = self._gathers.broadcast
-        self.repeat_gather = self._gathers.repeat_gather
+        self.repeat_gather = self.repeated.repeat
         self.start_all_gather = self._gathers.start_all_gather
         self.barrier = self.moves.barrier
         self.batch_reduce = self._reductions.batch_reduce
@@ -174,6 +177,6 @@ class Collectives:
     def close(self) -> None:
         """Make all later calls raise CollectiveError."""
         self.channel = ClosedChannel()
-        calls: Any = self._gathers, self.moves, self.parts, self.fields
-        for some in (*calls, self._reductions, *self._by_others.values()):
+        self.repeated.close()
+        for some in (self._reductions, *self._by_others.values()):
             some.close()
