@@ -38,8 +38,10 @@ MUTANTS = (
     _m(
         "between ranks: the sums of several arrays are not copied out",
         "3:reductions",
-        "    drain(run, work.results, total)\n",
-        "",
+        """    yield from sum_over(total, total, comm, work.divisor, work.function)
+    drain(run, work.results, total)
+""",
+        "    yield from sum_over(total, total, comm, work.divisor, work.function)\n",
     ),
     _m(
         "repeated: a plan is repeated for arrays of another type",
@@ -249,10 +251,10 @@ MUTANTS = (
         "lengths = [sizes if r == 0 else",
     ),
     _m(
-        "objects: what does not fit into the first message is lost",
+        "objects: the next one is expected in the second row",
         "3:gather_broadcast",
-        "if max(sizes) <= _FIRST_BYTES - _SIZE_BYTES:",
-        "if max(sizes):",
+        "left = left[-(-(_SIZE_BYTES + size) // _ROW_BYTES) * _ROW_BYTES :]",
+        "left = left[_ROW_BYTES:]",
     ),
     _m(
         "moves: the part for another rank is taken",
@@ -294,14 +296,14 @@ MUTANTS = (
     _m(
         "inlined: what has come is not sent on",
         "4:inlined",
-        "        out[...] = came\n",
-        "        del out, came\n",
+        "                (sent[1 << hop :][:later], came[:later]),\n",
+        "",
     ),
     _m(
         "inlined: a sum replaces values that are to be added once more",
         "4:inlined",
-        "if load is not None and finishes:",
-        "if load is not None:",
+        "if self._same and load is not None and finishes:",
+        "if self._same and load is not None:",
     ),
     # Failures of one rank.
     _m(
