@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +74,74 @@ def test_a_spare_node_has_all_state_when_the_other_nodes_are_lost(
         [source, *_] = folder.glob(f"source-{newest['number']}-*")
         assert "/memory/hpcstrat-" in source.read_text()
         assert run.problems() == []
+    finally:
+        run.end()
+
+
+def test_a_stopped_run_lets_the_ranks_of_all_nodes_end(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    """The rank of the second node ends first; the other one has files to write."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "folder, rank = sys.argv[1], os.environ['OMPI_COMM_WORLD_RANK']\n"
+        "def stop(*_):\n"
+        "    if rank == '0': time.sleep(2)\n"
+        "    pathlib.Path(folder, f'written-{rank}').touch()\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        "pathlib.Path(folder, f'begun-{rank}').touch()\n"
+        "while True: time.sleep(0.1)\n"
+    )
+    run = WatchedRun(hosts, tmp_path / "run", program=[str(program)])
+    try:
+        run.wait(lambda: len([*run.folder.glob("begun-*")]) == 2)
+        for pid, words in hosts.processes().items():
+            if "hpcstrat watch" in words:
+                os.kill(pid, signal.SIGTERM)
+        statuses = [watcher.wait(60) for watcher in run.watchers.values()]
+        assert (run.folder / "written-0").exists(), run.logs()
+        assert statuses == [0, 0], run.logs()
+        assert not hosts.processes()
+    finally:
+        run.end()
+
+
+@pytest.mark.skipif(not Path("/bin/tcsh").exists(), reason="there is no tcsh")
+def test_mpirun_starts_daemons_for_a_user_of_the_c_shell(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    users = tmp_path / "passwd"
+    users.write_text("root:x:0:0:root:/root:/bin/tcsh\n")
+    hx = str(hosts.folder / "hx")
+    names = "node1", "node2"
+    for name in names:
+        bind = [hx, name, "mount", "--bind", str(users), "/etc/passwd"]
+        subprocess.run(bind, check=True)
+    run = WatchedRun(hosts, tmp_path / "run", "--most-failures", "1", steps=3)
+    try:
+        assert run.watchers["node1"].wait(60) == 0, run.logs()
+        run.check_result()
+    finally:
+        run.end()
+        for name in names:
+            subprocess.run([hx, name, "umount", "/etc/passwd"], check=True)
+
+
+def test_fewer_nodes_run_more_ranks_than_they_have_cores(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PRTE_MCA_hwloc_default_binding_policy", raising=False)
+    each = str(len(os.sched_getaffinity(0)))
+    options = "--least", "1", "--ranks-per-node", each
+    run = WatchedRun(hosts, tmp_path / "run", *options, binds=True)
+    try:
+        run.wait(lambda: run.first_step_after(0))
+        lost = time.time()
+        run.watchers["node2"].kill()
+        run.wait(lambda: run.first_step_after(lost))
+        assert run.claims()[-1]["nodes"] == ["node1"]
     finally:
         run.end()
 

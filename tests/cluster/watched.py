@@ -141,6 +141,7 @@ class WatchedRun(SurvivorRun):
         nap: float = 0.005,
         nodes: Sequence[str] = (),
         program: Sequence[str] = (survivor.__file__,),
+        binds: bool = False,
     ) -> None:
         self.hosts, self.folder, self.steps = hosts, folder, steps
         self.program, *more = program
@@ -153,10 +154,11 @@ class WatchedRun(SurvivorRun):
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "OMPI_MCA_mpi_yield_when_idle": "1",
             "OMPI_MCA_coll": "^han",
-            "PRTE_MCA_hwloc_default_binding_policy": "none",
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "RUN_FOLDER": str(folder),
         }
+        if not binds:
+            env["PRTE_MCA_hwloc_default_binding_policy"] = "none"
         # With another mapping, all ranks may be on the first host.
         env.pop("PRTE_MCA_rmaps_default_mapping_policy", None)
         command = [self.program, str(folder), str(steps), str(nap), *more]

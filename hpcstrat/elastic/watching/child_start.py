@@ -11,17 +11,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
+import resource
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 
 FOLDERS = "/dev/shm/hpcstrat-watch-"
 MPI_FOLDERS = "mpi-"
 """Folders of Open MPI's files, one for each generation, in a node's folder."""
 
 _MPI_FOLDER = "OMPI_MCA_btl_sm_backing_directory"
+_USERS_TMPDIR = "HPCSTRAT_WATCH_TMPDIR"
 
 _PR_SET_PDEATHSIG = 1
 _SECONDS = 20.0
@@ -49,6 +53,17 @@ def node_variables(run: str, node: str) -> dict[str, str]:
     }
 
 
+def with_own_files(env: Mapping[str, str], folder: str) -> dict[str, str]:
+    """Return a launcher's environment in which its session directory is in a folder.
+
+    A killed process of mpirun leaves its session directory behind, and another one with
+    the same process number fails in it.
+    """
+    kept = {name: env[name] for name in env if not name.endswith("_tmpdir_base")}
+    os.makedirs(folder, 0o700, exist_ok=True)
+    return {**kept, "TMPDIR": folder, _USERS_TMPDIR: env.get("TMPDIR", "")}
+
+
 def tell(watcher: socket.socket, kind: str, **fields: object) -> None:
     """Send a message to the watcher of this node."""
     watcher.sendall(json.dumps({"kind": kind, **fields}).encode() + b"\n")
@@ -62,7 +77,10 @@ def _register(watcher: socket.socket, number: int) -> dict[str, str]:
         tell(watcher, "rank", number=number)
         with watcher.makefile("rb") as stream:
             answer: dict[str, str] = json.loads(stream.readline(1 << 16))
-            return answer
+        # At the end of the watcher, the kernel ends this process by SIGIO.
+        fcntl.fcntl(watcher, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(watcher, fcntl.F_SETFL, os.O_ASYNC)
+        return answer
     except (OSError, ValueError) as error:
         node = os.uname().nodename
         reason = f"expected a watcher on node {node}, found none ({error})"
@@ -82,6 +100,10 @@ def _run_rank(words: list[str]) -> int:
     if answer["kind"] == "refused":
         sys.exit(f"hpcstrat watch: {answer['reason']}; this rank is not started")
     os.environ["HPCSTRAT_WATCH_NODE"] = answer["node"]
+    # The launcher has a TMPDIR of its own, if a watcher has started it on this node.
+    os.environ["TMPDIR"] = os.environ.pop(_USERS_TMPDIR, os.environ.get("TMPDIR", ""))
+    if not os.environ["TMPDIR"]:
+        del os.environ["TMPDIR"]
     # Killed ranks leave their shared memory behind, which the watcher removes.
     shared = f"{node_folder(run, node)}/{MPI_FOLDERS}{number}"
     os.makedirs(shared, 0o700, exist_ok=True)
@@ -97,11 +119,13 @@ def _run_rank(words: list[str]) -> int:
         _end_with(own)
         _execute(words)
     status = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
+    signal.signal(signal.SIGIO, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         told = status if status >= 0 else 128 - status
         tell(watcher, "rank_end", number=number, status=told)
     if status < 0:
-        # The launcher sees the signal that has ended the rank.
+        # The launcher sees the signal that has ended the rank, whose core file stays.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError):
             signal.signal(-status, signal.SIG_DFL)
         os.kill(own, -status)

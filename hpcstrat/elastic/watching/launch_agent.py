@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import getopt
 import os
+import shlex
 import socket
 import sys
 from pathlib import Path
@@ -23,12 +25,13 @@ AGENT = f"{sys.executable} -m hpcstrat.elastic.watching.launch_agent"
 """The command that mpirun and MPICH's hydra call instead of ssh."""
 
 _SECONDS = 10.0
+# Options of ssh, which hydra passes, and mpirun for the parameter plm_ssh_args.
+_OPTIONS = "46AaCfGgKkMNnqsTtVvXxYyB:b:c:D:E:e:F:I:i:J:L:l:m:O:o:p:Q:R:S:W:w:"
 
 
 def main() -> int:
     """Have a command started; its output and its exit status become this one's."""
-    # MPICH's hydra passes the option -x of ssh.
-    host, *words = [word for word in sys.argv[1:] if word != "-x"]
+    host, *words = getopt.getopt(sys.argv[1:], _OPTIONS)[1]
     try:
         folder = Path(os.environ["HPCSTRAT_WATCH_FOLDER"])
         number = int(os.environ["HPCSTRAT_WATCH_GENERATION"])
@@ -37,9 +40,12 @@ def main() -> int:
         connection = socket.create_connection((host, int(port)), timeout=_SECONDS)
         stream = MessageStream(connection)
         greet(own, stream, "command")
-        # As with ssh, the words are joined to one line for the remote shell.
-        line = " ".join(words)
-        stream.send("command", number=number, line=line, folder=os.getcwd())
+        # As with ssh, the words are joined to one line for the remote shell. hydra does
+        # not quote the name of its launcher, which is in the run's folder.
+        first, *more = words
+        quoted = (w if w.startswith('"') else shlex.quote(w) for w in more)
+        line = " ".join([first, *quoted])
+        stream.send("command", number=number, line=line)
         connection.settimeout(None)
         # The last byte is the command's exit status. mpirun would wait forever for a
         # daemon that has failed with status 0.

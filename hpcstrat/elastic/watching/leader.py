@@ -5,6 +5,7 @@ Every watcher has this part; only that of the lowest living node is at work.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -82,6 +83,8 @@ class Leader:
             start.num_ranks += 1
         else:
             start.ends.append((name, message["status"]))
+            if len(start.ends) == self._launch.ranks:
+                start.until = time.monotonic() + self._state.options.start_seconds
 
     def finish(self, now: float) -> None:
         """Judge a start whose launcher has ended, and start nothing."""
@@ -95,14 +98,7 @@ class Leader:
         """Do what is to be done now."""
         state, start, is_over = self._state, self._start, self._state.has_lost_node()
         if self._programs.has_launcher:
-            wanted = self._launch.ranks
-            is_late = start and start.num_ranks < wanted and now > start.until
-            if start and is_late and not is_over:
-                state.log(
-                    f"expected {wanted} ranks in time, found that the launcher has "
-                    f"started {start.num_ranks}"
-                )
-            if is_late or is_over:
+            if is_over or (start and self._is_late(start, now)):
                 self._programs.end_before(state.generation.number + 1)
             return
         if start and start.is_started:
@@ -113,6 +109,18 @@ class Leader:
             self._claim(now)
         if self._start and not self._start.is_started and not state.reason:
             self._start_when_clean(self._start, now)
+
+    def _is_late(self, start: _LedStart, now: float) -> bool:
+        """Return whether the launcher has not started, or outlives, its ranks."""
+        wanted, is_late = self._launch.ranks, now > start.until
+        if is_late and start.num_ranks < wanted:
+            found = f"the launcher has started {start.num_ranks}"
+            self._state.log(f"expected {wanted} ranks in time, found that {found}")
+            return True
+        if is_late and len(start.ends) >= wanted:
+            self._state.log("expected the launcher to end after its ranks; ends it")
+            return True
+        return False
 
     def _judge(self, start: _LedStart, now: float) -> None:
         """Decide whether a start whose launcher has ended has completed the program.
@@ -237,7 +245,7 @@ class Leader:
         def has_failed_often(name: str) -> bool:
             return last.blamed.get(name, 0) >= options.most_failures
 
-        usable = sorted(living, key=has_failed_often)[: options.use]
+        usable = sorted(living, key=has_failed_often)[: self._launch.use]
         return replace(
             last,
             number=number,

@@ -5,24 +5,31 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import pwd
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcstrat.elastic.watching.child_start import MPI_FOLDERS
+from hpcstrat.elastic.watching.child_start import MPI_FOLDERS, with_own_files
 from hpcstrat.elastic.watching.old_processes import end_generations_before
 from hpcstrat.elastic.watching.run_launch import child_words
 
 __all__ = ["NodePrograms", "give_up"]
 
 _EVER = 1 << 62
-# A shell prints its exit status as one byte when it ends.
-_TELL_STATUS = """trap 'printf "\\\\$(printf %03o $?)"' EXIT"""
-_SESSIONS = "PRTE_MCA_prte_tmpdir_base"
 _WRITER = (sys.executable, "-m", "hpcstrat.checkpoint.node_memory.writer_process")
+
+
+def _shell() -> str:
+    """Return the shell for which mpirun writes the command lines of its daemons."""
+    with contextlib.suppress(KeyError):
+        if (shell := pwd.getpwuid(os.getuid()).pw_shell).endswith("csh"):
+            return shell
+    return "/bin/sh"
 
 
 def is_begun(order: Path) -> bool:
@@ -56,7 +63,7 @@ class NodePrograms:
         self._writer: subprocess.Popen[bytes] | None = None
         # Nodes of the orders that were given to the writer.
         self._orders: dict[Path, list[str]] = {}
-        self._daemons: list[subprocess.Popen[bytes]] = []
+        self._daemons: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
 
     def __repr__(self) -> str:
         return f"NodePrograms({len(self.ranks)} ranks)"
@@ -65,7 +72,8 @@ class NodePrograms:
         self, words: Sequence[str], environment: Mapping[str, str]
     ) -> None:
         """Start the launcher of a generation."""
-        self._launcher = self._start(words, self._with_session("local", environment))
+        own = environment if words[0] == "srun" else self._for_launchers(environment)
+        self._launcher = self._start(words, own)
 
     @property
     def has_launcher(self) -> bool:
@@ -78,29 +86,25 @@ class NodePrograms:
         assert self._launcher is not None
         return self._launcher.wait()
 
-    def start_daemon(self, line: str, folder: str, number: int, out: int) -> None:
-        """Start a daemon of mpirun; a socket gets its output, and its status as a byte.
-
-        The byte is the last one.
-        """
+    def start_daemon(self, line: str, number: int, agent: socket.socket) -> None:
+        """Start a daemon of mpirun, whose output goes to the agent."""
         env = {**self._environment, "HPCSTRAT_WATCH_GENERATION": str(number)}
-        env = self._with_session("remote", env)
-        words = ["/bin/sh", "-c", f"{_TELL_STATUS}\n{line}"]
-        self._daemons.append(self._start(words, env, out, cwd=folder))
-        # A daemon is no zombie for long.
-        self._daemons = [one for one in self._daemons if one.poll() is None]
+        words, out = [_shell(), "-c", line], agent.fileno()
+        self._daemons.append((self._start(words, self._for_launchers(env), out), agent))
 
-    def _with_session(self, side: str, env: Mapping[str, str]) -> dict[str, str]:
-        """Return an environment with a session directory that this watcher removes.
+    def look_at_daemons(self) -> None:
+        """Tell the agents the exit statuses of ended daemons, as their last byte."""
+        for daemon, agent in [*self._daemons]:
+            if (status := daemon.poll()) is not None:
+                self._daemons.remove((daemon, agent))
+                told = status if status >= 0 else 128 - status
+                with agent, contextlib.suppress(OSError):
+                    agent.send(bytes([told]), socket.MSG_DONTWAIT)
+                    agent.shutdown(socket.SHUT_RDWR)
 
-        A killed process of mpirun leaves its session directory behind, and another one
-        with the same process number fails in it.
-        """
+    def _for_launchers(self, env: Mapping[str, str]) -> dict[str, str]:
         number = env["HPCSTRAT_WATCH_GENERATION"]
-        return {
-            **{name: value for name, value in env.items() if name != _SESSIONS},
-            f"PRTE_MCA_prte_{side}_tmpdir_base": f"{self._mpi_folders}{number}",
-        }
+        return with_own_files(env, f"{self._mpi_folders}{number}")
 
     def save(self, order: Path, nodes: list[str]) -> None:
         """Have the writer execute an order, which these nodes take part in."""

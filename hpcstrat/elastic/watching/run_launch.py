@@ -23,11 +23,13 @@ _START = [sys.executable, "-I", "-S", child_start.__file__]
 class RunLaunch:
     """The start of a program: its launcher, the launcher's own options, its ranks.
 
-    ``ranks`` is the number of ranks in all, whatever the number of nodes.
+    ``use`` is the wanted number of nodes; ``ranks`` is the number of ranks in all, also
+    on fewer nodes.
     """
 
     launcher: str
     options: tuple[str, ...]
+    use: int
     ranks: int
     program: tuple[str, ...]
 
@@ -46,13 +48,21 @@ class RunLaunch:
         share, more = divmod(self.ranks, len(nodes))
         slots = [f"{name}:{share + (i < more)}" for i, name in enumerate(nodes)]
         if self.launcher == "mpiexec":
-            hydra = ["mpiexec", "-launcher", "ssh", "-hosts", ",".join(slots)]
-            return [*hydra, "-n", str(self.ranks), *self.options, *program]
+            hydra = ["mpiexec", "-rmk", "user", "-launcher", "ssh"]
+            return [
+                *hydra,
+                "-hosts",
+                ",".join(slots),
+                "-n",
+                str(self.ranks),
+                *self.options,
+                *program,
+            ]
         # mpirun passes no other variables to ranks on other nodes.
         passed = [name for name in env if name.startswith(_PREFIXES) or name in _PASSED]
         exports = [word for name in passed for word in ("-x", name)]
         return [
-            *("mpirun", "--prtemca", "plm", "ssh", "--prtemca", "ras", "^slurm"),
+            *("mpirun", "--prtemca", "plm", "ssh", "--prtemca", "ras", _SCHEDULERS),
             *("--prtemca", "plm_ssh_agent", AGENT, "--host", ",".join(slots)),
             *("-n", str(self.ranks), *exports, *self.options, *program),
         ]
@@ -67,15 +77,17 @@ class RunLaunch:
             # decide which of two nodes connects. With different numbers neither does,
             # and MPI_Init waits forever (Slurm 22.05, and its master branch in 2026).
             env["SLURM_JOB_NODELIST"] = ",".join(nodes)
-        else:
-            # mpirun would take the nodes of the job, and the watchers' own step.
-            env = {k: v for k, v in env.items() if not k.startswith(("SLURM_", "PMI"))}
+        elif len(nodes) < self.use:
+            # Without this, mpirun refuses more ranks on a node than it has cores.
+            env.setdefault("PRTE_MCA_hwloc_default_binding_policy", ":overload-allowed")
         if self.launcher == "mpiexec":
             # The agent is one word here: python -m of a module needs a script.
             env["HYDRA_LAUNCHER_EXEC"] = _agent_script(variables)
         return env
 
 
+# mpirun would take the nodes of the job, with the slots that they have there.
+_SCHEDULERS = "^slurm,pbs,tm,lsf,gridengine,flux"
 _PREFIXES = ("PYTHON", "HPCSTRAT_", "OMP_", "UCX_", "FI_", "NCCL_", "OMPI_MCA_")
 _PASSED = ("PATH", "LD_LIBRARY_PATH", "RUN_FOLDER")
 

@@ -23,15 +23,14 @@ class WatchOptions:
     """Options of a watcher.
 
     ``folder`` has the claims, the secret and the logs; ``marker`` is the file that
-    shows that the program is complete. ``use`` is the number of nodes that run ranks,
-    and ``least`` the number below which the job is queued again. After
-    ``most_failures`` starts in a row without progress, the watchers end.
+    shows that the program is complete. ``least`` is the number of nodes below which the
+    job is queued again. After ``most_failures`` starts in a row without progress, the
+    watchers end.
     """
 
     folder: Path
     marker: Path
     launch: RunLaunch
-    use: int
     least: int
     most_failures: int = 3
     gather_seconds: float = 30.0

@@ -152,7 +152,7 @@ def _prepare(argv: Sequence[str]) -> Watcher:
     each = told.ranks_per_node or _tasks_per_node()
     options = tuple(shlex.split(told.launch_options))
     launcher = told.launcher or choose_launcher()
-    launch = RunLaunch(launcher, options, each * use, tuple(program))
+    launch = RunLaunch(launcher, options, use, each * use, tuple(program))
     if shutil.which(launcher) is None:
         raise WatchError(
             f"expected the launcher {launcher}, found none; put it into the PATH"
@@ -174,7 +174,6 @@ def _prepare(argv: Sequence[str]) -> Watcher:
             folder=folder,
             marker=run_folder / "done",
             launch=launch,
-            use=use,
             least=least,
             most_failures=told.most_failures,
             gather_seconds=told.gather_seconds,

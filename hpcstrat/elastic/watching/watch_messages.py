@@ -88,7 +88,7 @@ FROM_PEER: Kinds = {
 """The messages of an authenticated watcher."""
 
 FROM_AGENT: Kinds = {
-    "command": {"number": _is_number, "line": _is_text, "folder": _is_text},
+    "command": {"number": _is_number, "line": _is_text},
 }
 """The message of an authenticated agent of mpirun: a command to start."""
 

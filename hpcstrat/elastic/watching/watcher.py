@@ -79,6 +79,7 @@ class Watcher:
             options, self._node, nodes, Generation(0, "", nodes, (), job=identity.job)
         )
         self._is_gathered = self._is_stopping = self._is_folder_gone = False
+        self._stop_until = 0.0
         self._gather_until = time.monotonic() + options.gather_seconds
         run, host = run_name(identity.secret), os.uname().nodename
         variables = {
@@ -149,6 +150,7 @@ class Watcher:
             while True:
                 handlers[kind](*values)
                 kind, *values = self._events.get_nowait()
+        self._programs.look_at_daemons()
         if status := self._programs.look_at_writer():
             self._state.log(f"the writer of snapshots ended with status {status}")
 
@@ -180,7 +182,8 @@ class Watcher:
         elif kind == "save":
             self._save(self._state.options.folder / message["order"], message["nodes"])
         elif kind == "end":
-            if message["reason"] in _COMMON_REASONS:
+            is_told = self._is_stopping and name == self._state.generation.leader
+            if message["reason"] in _COMMON_REASONS or is_told:
                 self._state.reason = message["reason"]
         else:
             self._leader.take(name, kind, message)
@@ -190,6 +193,9 @@ class Watcher:
             return
         self._state.generation, self._is_gathered = newer, True
         self._leader.give_way()
+        if self._is_stopping:
+            # The leader, which was not told to stop, goes on without this node.
+            self._state.reason = "stopped"
         if self._programs.end_before(newer.number) == 0:
             self._mesh.send([newer.leader], "cleaned", number=newer.number)
         else:
@@ -198,14 +204,14 @@ class Watcher:
             )
 
     def _on_command(self, message: dict[str, Any], stream: socket.socket) -> None:
-        with stream:
-            del message["kind"]
-            if message["number"] != self._state.generation.number:
+        number = message["number"]
+        try:
+            if number == self._state.generation.number:
+                self._programs.start_daemon(message["line"], number, stream)
                 return
-            try:
-                self._programs.start_daemon(**message, out=stream.fileno())
-            except OSError as error:
-                self._state.log(f"cannot start a daemon of mpirun: {error}")
+        except OSError as error:
+            self._state.log(f"cannot start a daemon of mpirun: {error}")
+        stream.close()
 
     def _on_local(
         self, pid: int, message: dict[str, Any], stream: MessageStream
@@ -256,11 +262,12 @@ class Watcher:
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGCHLD:
-            # A launcher or a writer has ended, which is looked at after each event.
+            # A child has ended, which is looked at after each event.
             return
         if number in _STOP:
             self._state.log(f"was told to stop (signal {number})")
             self._is_stopping = True
+            self._stop_until = time.monotonic() + _STOPPED_SECONDS
         if self._leader.launcher != "srun":
             # Slurm sends the signals of a job to the ranks' own step.
             self._programs.signal_ranks(number)
@@ -300,7 +307,10 @@ class Watcher:
                 self._state.lost[name] = "silent"
                 self._mesh.lose(name)
         if self._is_stopping:
-            self._leader.finish(now)
+            # The ranks of other nodes may be at work, which the leader knows.
+            leads = self._state.generation.leader not in self._state.present
+            if leads or now > self._stop_until:
+                self._leader.finish(now)
         elif self._state.living()[0] == self._node:
             self._leader.lead(now)
 
@@ -330,7 +340,7 @@ class Watcher:
     def _finish(self) -> None:
         reason = self._state.reason
         is_batch_host_lost = self._state.nodes[0] in self._state.lost
-        if reason in _COMMON_REASONS:
+        if reason in (*_COMMON_REASONS, "stopped"):
             self._mesh.send(list(self._state.present), "end", reason=reason)
         self._programs.end_all()
         self._end_saves(reason)

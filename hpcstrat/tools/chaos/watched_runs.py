@@ -12,7 +12,7 @@ from pathlib import Path
 from hpcstrat._launchers import LAUNCHER_PROGRAMS
 from hpcstrat.elastic.watching.child_start import FOLDERS
 from hpcstrat.elastic.watching.old_processes import end_generations_before, generations
-from hpcstrat.engine.topology.process_stat import PARENT, process_stat
+from hpcstrat.engine.topology.process_stat import process_stat
 from hpcstrat.tools.chaos.processes import NoSuchRankError
 
 __all__ = ["find_watched_runs", "lose"]
@@ -56,7 +56,7 @@ def lose(part: str, run: str | None = None) -> str:
         os.kill(runs[run], signal.SIGKILL)
         end_generations_before(run, _EVER)
         return run
-    launchers = [pid for pid, _ in generations(run) if _is_launcher(pid, runs[run])]
+    launchers = [pid for pid, _ in generations(run) if _is_launcher(pid)]
     for pid in launchers:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -68,10 +68,8 @@ def lose(part: str, run: str | None = None) -> str:
     return run
 
 
-def _is_launcher(pid: int, watcher: int) -> bool:
-    """Return whether the watcher has started a process as launcher, or its daemon."""
-    try:
-        name, fields = process_stat(pid)
-    except OSError:
-        return False
-    return name in LAUNCHER_PROGRAMS and int(fields[PARENT]) == watcher
+def _is_launcher(pid: int) -> bool:
+    """Return whether a process is a launcher, or its daemon."""
+    with contextlib.suppress(OSError):
+        return process_stat(pid)[0] in LAUNCHER_PROGRAMS
+    return False

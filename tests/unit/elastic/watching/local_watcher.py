@@ -39,9 +39,9 @@ def watched(
     """Yield a watcher of this machine only, which runs a program of Python."""
     name = socket.gethostname()
     words = [HPCSTRAT, "watch", "--nodes", name, "--job", job, "--folder", str(folder)]
-    launcher = ["--launcher", "mpirun", *options]
+    words += ["--launcher", "mpirun", *options, "--", sys.executable, "-c", program]
     with subprocess.Popen(
-        [*words, *launcher, "--", sys.executable, "-c", program],
+        words,
         env=environment(),
         stderr=subprocess.PIPE,
         text=True,

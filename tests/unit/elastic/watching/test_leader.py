@@ -19,8 +19,8 @@ SECONDS = 20
 
 def test_a_leader_that_is_cut_off_claims_nothing(tmp_path: Path) -> None:
     """Its nodes become silent one after the other: the first is no small part."""
-    launch = RunLaunch("mpirun", (), 3, ("true",))
-    options = WatchOptions(tmp_path, tmp_path / "done", launch, use=3, least=1)
+    launch = RunLaunch("mpirun", (), 3, 3, ("true",))
+    options = WatchOptions(tmp_path, tmp_path / "done", launch, least=1)
     nodes = ("a", "b", "c")
     state = RunState(options, "a", nodes, Generation(0, "", nodes, (), job=JOB))
     variables = {"HPCSTRAT_WATCH_SOCKET": str(tmp_path / "socket")}

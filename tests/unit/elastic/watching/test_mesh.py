@@ -146,7 +146,7 @@ def _hello(identity: Identity, purpose: str) -> dict[str, Any]:
 @pytest.mark.parametrize("given", ["0" * 64, "", "\ud800"])
 def test_no_command_comes_from_a_stranger(given: str) -> None:
     own = Identity(SECRET, JOB, "b")
-    told = {"number": 1, "line": "touch /nonexistent/file", "folder": "/"}
+    told = {"number": 1, "line": "touch /nonexistent/file"}
     command = {"kind": "command", **told}
     with meeting("ab") as met:
         met.start("a")

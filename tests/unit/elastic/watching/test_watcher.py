@@ -125,6 +125,61 @@ def test_mpirun_gets_output_and_status_of_a_command_on_another_node(
 
 
 @open_mpi
+def test_ssh_options_spaces_and_a_users_session_directory_are_no_hindrance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = tmp_path / ".prte/mca-params.conf"
+    parameters.parent.mkdir()
+    parameters.write_text(f"prte_tmpdir_base = {tmp_path / 'sessions'}\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+    program = (
+        "import os, socket, subprocess, sys\n"
+        "words = sys.executable, '-m', 'hpcstrat.elastic.watching.launch_agent'\n"
+        "words += '-q', '-o', 'ConnectTimeout=9', socket.gethostname()\n"
+        "assert subprocess.run([*words, 'exit 7']).returncode == 7\n"
+        # hydra passes a path in the run's folder.
+        "path = f'/it\\'s a \"folder\"'\n"
+        "said = subprocess.run([*words, '\"echo\"', path], stdout=-1).stdout\n"
+        "assert said.decode() == f'{path}\\n', said\n"
+        f"assert os.environ['TMPDIR'] == {str(tmp_path / 'missing')!r}\n"
+    )
+    status, said = result(tmp_path, program, "--most-failures", "1")
+    assert status == STATUSES["complete"], said
+
+
+@open_mpi
+def test_mpirun_in_a_job_of_a_scheduler_takes_the_watchers_nodes_and_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks see the same job; the name of a folder of snapshots has its number."""
+    nodes = tmp_path / "nodes"
+    nodes.write_text(f"{socket.gethostname()}\n")
+    for name, value in (("ENVIRONMENT", "PBS_BATCH"), ("NODEFILE", str(nodes))):
+        monkeypatch.setenv(f"PBS_{name}", value)
+    for name in ("PBS_JOBID", "SLURM_JOB_ID"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "elsewhere")
+    program = "import os\nassert os.environ['SLURM_JOB_ID'] == '7'"
+    options = "--ranks-per-node", "2", "--most-failures", "1"
+    status, said = result(tmp_path, program, *options)
+    assert status == STATUSES["complete"], said
+
+
+@open_mpi
+def test_a_launcher_that_outlives_its_ranks_is_ended(tmp_path: Path) -> None:
+    program = (
+        "import os, signal\n"
+        "with open(f'/proc/{os.getppid()}/stat') as stat:\n"
+        "    launcher = int(stat.read().rpartition(')')[2].split()[1])\n"
+        "os.kill(launcher, signal.SIGSTOP)\n"
+    )
+    status, said = result(tmp_path, program, "--start-seconds", "3")
+    assert status == STATUSES["complete"], said
+    assert "expected the launcher to end after its ranks" in said
+
+
+@open_mpi
 def test_a_program_that_has_saved_is_not_started_again(tmp_path: Path) -> None:
     status, said = result(tmp_path, "raise SystemExit(42)")
     assert status == STATUSES["saved"], said
