@@ -43,7 +43,8 @@ class RunState:
     """The nodes of a run and its current generation; ``reason`` ends the watcher.
 
     ``lost`` has how each lost node was noticed: ``closed`` or ``silent``. ``step`` is
-    the largest step that a rank of any node has reported.
+    the largest step that a rank of any node has reported. If ``is_stopping``, nothing
+    is started any more.
     """
 
     options: WatchOptions
@@ -54,6 +55,8 @@ class RunState:
     lost: dict[str, str] = field(default_factory=dict)
     step: int = -1
     reason: str = ""
+    is_stopping: bool = False
+    _last_line: str = ""
     _doubted: tuple[int, float] = (0, 0.0)
 
     def living(self) -> list[str]:
@@ -73,7 +76,10 @@ class RunState:
         return self.step, newest
 
     def log(self, text: str) -> None:
-        """Write a line to stderr, and to the log of this node."""
+        """Write a line to stderr and to the log of this node, unless it is repeated."""
+        if text == self._last_line:
+            return
+        self._last_line = text
         clock = time.time()
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(clock))
         line = f"{stamp}.{int(clock % 1 * 1000):03d} {self.node}: {text}\n"

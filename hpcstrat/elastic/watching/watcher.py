@@ -78,7 +78,7 @@ class Watcher:
         self._state = RunState(
             options, self._node, nodes, Generation(0, "", nodes, (), job=identity.job)
         )
-        self._is_gathered = self._is_stopping = self._is_folder_gone = False
+        self._is_gathered = self._is_folder_gone = False
         self._stop_until = 0.0
         self._gather_until = time.monotonic() + options.gather_seconds
         run, host = run_name(identity.secret), os.uname().nodename
@@ -182,7 +182,7 @@ class Watcher:
         elif kind == "save":
             self._save(self._state.options.folder / message["order"], message["nodes"])
         elif kind == "end":
-            is_told = self._is_stopping and name == self._state.generation.leader
+            is_told = self._state.is_stopping and name == self._state.generation.leader
             if message["reason"] in _COMMON_REASONS or is_told:
                 self._state.reason = message["reason"]
         else:
@@ -193,7 +193,7 @@ class Watcher:
             return
         self._state.generation, self._is_gathered = newer, True
         self._leader.give_way()
-        if self._is_stopping:
+        if self._state.is_stopping:
             # The leader, which was not told to stop, goes on without this node.
             self._state.reason = "stopped"
         if self._programs.end_before(newer.number) == 0:
@@ -266,7 +266,7 @@ class Watcher:
             return
         if number in _STOP:
             self._state.log(f"was told to stop (signal {number})")
-            self._is_stopping = True
+            self._state.is_stopping = True
             self._stop_until = time.monotonic() + _STOPPED_SECONDS
         if self._leader.launcher != "srun":
             # Slurm sends the signals of a job to the ranks' own step.
@@ -291,7 +291,7 @@ class Watcher:
                     "nothing is started until it is back"
                 )
             self._is_folder_gone = True
-            if self._is_stopping and not self._programs.ranks:
+            if self._state.is_stopping and not self._programs.ranks:
                 state.reason = "stopped"
 
     def _act(self) -> None:
@@ -306,13 +306,13 @@ class Watcher:
                 self._state.log(f"expected a watcher on {name}, found none in time")
                 self._state.lost[name] = "silent"
                 self._mesh.lose(name)
-        if self._is_stopping:
+        if self._state.is_stopping:
             # The ranks of other nodes may be at work, which the leader knows.
             leads = self._state.generation.leader not in self._state.present
             if leads or now > self._stop_until:
-                self._leader.finish(now)
+                self._leader.lead()
         elif self._state.living()[0] == self._node:
-            self._leader.lead(now)
+            self._leader.lead()
 
     def _end_saves(self, reason: str) -> None:
         """Have the last saves written, in the time that is left."""

@@ -32,7 +32,7 @@ def test_a_leader_that_is_cut_off_claims_nothing(tmp_path: Path) -> None:
             streams[name] = met.greet("a", Identity(SECRET, JOB, name), "peer")
             assert met.next("a", "came") == (name,)
             state.present.add(name)
-        leader.lead(time.monotonic())
+        leader.lead()
         assert claims.newest(tmp_path) == 1
         # The last sign of life of c comes later than that of b.
         time.sleep(0.4)
@@ -45,9 +45,9 @@ def test_a_leader_that_is_cut_off_claims_nothing(tmp_path: Path) -> None:
                 assert (kind, why) == ("lost", "silent")
                 state.present.discard(name)
                 state.lost[name] = why
-            leader.lead(time.monotonic())
+            leader.lead()
             time.sleep(0.01)
-        leader.lead(time.monotonic())
+        leader.lead()
         assert list(state.lost) == ["b", "c"]
         assert claims.newest(tmp_path) == 1
         for stream in streams.values():
