@@ -166,7 +166,9 @@ class Mesh:
     def send(self, names: Iterable[str], kind: str, **fields: Any) -> None:
         """Send a message to some nodes; those that are lost do not get it."""
         for name in names:
-            if stream := self._peers.get(name):
+            if name == self._identity.node:
+                self._deliver("message", name, {"kind": kind, **fields})
+            elif stream := self._peers.get(name):
                 try:
                     stream.send(kind, **fields)
                 except TimeoutError:

@@ -21,6 +21,8 @@ from hpcstrat.elastic.watching.run_launch import child_words
 __all__ = ["NodePrograms", "give_up"]
 
 _EVER = 1 << 62
+# One save and one copy are under way, the others have ended.
+_MOST_ORDERS = 8
 _WRITER = (sys.executable, "-m", "hpcstrat.checkpoint.node_memory.writer_process")
 
 
@@ -32,14 +34,11 @@ def _shell() -> str:
     return "/bin/sh"
 
 
-def is_begun(order: Path) -> bool:
-    """Return whether a save is under way; see `OrderFile`, which needs NumPy."""
-    states = "begun", "publishing"
-    return any(order.with_name(f"{order.name}.{one}").exists() for one in states)
-
-
 def give_up(order: Path, *states: str) -> None:
-    """Give up a save that is in one of some states; default: not yet published."""
+    """Give up a save that is in one of some states; default: not yet published.
+
+    See `OrderFile`, which needs NumPy.
+    """
     for state in states or ("begun",):
         path = order.with_name(f"{order.name}.{state}")
         with contextlib.suppress(OSError):
@@ -61,7 +60,7 @@ class NodePrograms:
         self.ranks: dict[int, int] = {}
         self._launcher: subprocess.Popen[bytes] | None = None
         self._writer: subprocess.Popen[bytes] | None = None
-        # Nodes of the orders that were given to the writer.
+        # Nodes of the last orders that were given to the writer.
         self._orders: dict[Path, list[str]] = {}
         self._daemons: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
 
@@ -108,8 +107,7 @@ class NodePrograms:
 
     def save(self, order: Path, nodes: list[str]) -> None:
         """Have the writer execute an order, which these nodes take part in."""
-        orders = self._orders.items()
-        self._orders = {one: some for one, some in orders if is_begun(one)}
+        self._orders = dict([*self._orders.items()][-_MOST_ORDERS:])
         self._orders[order] = nodes
         self._tell_writer("save", order.name)
 

@@ -221,15 +221,14 @@ class Watcher:
         elif message["kind"] == "rank_end":
             self._end_rank(pid, message["status"])
         else:
-            self._mesh.send(message.get("nodes", [*self._state.present]), **message)
-            self._on_message(self._node, message)
+            self._mesh.send(message.get("nodes", self._state.living()), **message)
 
     def _add_rank(self, pid: int, number: int, stream: MessageStream) -> None:
         current = self._state.generation
         with contextlib.suppress(OSError):
             if number == current.number and self._node in current.nodes:
                 self._programs.ranks[pid] = number
-                self._tell_leader("rank", number=number)
+                self._mesh.send([current.leader], "rank", number=number)
                 stream.send("accepted", node=self._node)
                 return
             reason = (
@@ -240,15 +239,10 @@ class Watcher:
 
     def _end_rank(self, pid: int, status: int = 128 + signal.SIGKILL) -> None:
         """Report the end of a rank; one that has reported no status was killed."""
-        number = self._programs.ranks.pop(pid, None)
-        if number == self._state.generation.number:
-            self._tell_leader("rank_end", number=number, status=status)
-
-    def _tell_leader(self, kind: str, **fields: int) -> None:
-        if self._state.generation.leader == self._node:
-            self._on_message(self._node, {"kind": kind, **fields})
-        else:
-            self._mesh.send([self._state.generation.leader], kind, **fields)
+        number, current = self._programs.ranks.pop(pid, None), self._state.generation
+        if number == current.number:
+            fields = {"number": number, "status": status}
+            self._mesh.send([current.leader], "rank_end", **fields)
 
     def _save(self, order: Path, nodes: list[str]) -> None:
         """Have this node's part of a snapshot written."""
