@@ -48,15 +48,10 @@ class RunLaunch:
         share, more = divmod(self.ranks, len(nodes))
         slots = [f"{name}:{share + (i < more)}" for i, name in enumerate(nodes)]
         if self.launcher == "mpiexec":
-            hydra = ["mpiexec", "-rmk", "user", "-launcher", "ssh"]
             return [
-                *hydra,
-                "-hosts",
-                ",".join(slots),
-                "-n",
-                str(self.ranks),
-                *self.options,
-                *program,
+                *("mpiexec", "-rmk", "user", "-launcher", "ssh"),
+                *("-hosts", ",".join(slots), "-n", str(self.ranks)),
+                *(*self.options, *program),
             ]
         # mpirun passes no other variables to ranks on other nodes.
         passed = [name for name in env if name.startswith(_PREFIXES) or name in _PASSED]
