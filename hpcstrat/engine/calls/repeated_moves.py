@@ -123,10 +123,14 @@ class RepeatedMoves:
         """Repeat an earlier call in the kernel; else make it by ``make``, as an entry.
 
         Collective over ``topology.replica_comm``. ``make`` gets all other arguments. A
-        call is known by its name, the name of the operation, and the arrays. Two
-        operations must not have equal names.
+        call is known by its name, the name of the operation, and the arrays, so that
+        two operations must not have equal names.
         """
-        found = self.repeat(what, name, value, out)
+        try:
+            found = self.repeat_in_kernel(what, name, value, out)
+        except LengthsDifferError as error:
+            self._kind(error.call).change()
+            found = None
         if found is None:
             call = self._call_inside, make, what, name, value, out
             found = enter(self._collectives.channel, what, *call, *given)
