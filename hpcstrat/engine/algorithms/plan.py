@@ -7,8 +7,8 @@ Python code. It waits only for microseconds; the channel makes all longer waits.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +29,6 @@ __all__ = [
     "Plan",
     "cached_piece_bytes",
     "is_plain",
-    "kept",
     "repeat_nothing",
     "repeater",
     "without_memory",
@@ -43,25 +42,6 @@ Kinds = Sequence[tuple[tuple[int, ...], np.dtype[Any]]]
 _CACHED_PIECE_BYTES = 64 << 10
 # Return codes of the kernel.
 _DONE, _HEADER_AWAITED, _, _DIFFERS, _, _HEADER_SENT, _NOT_READ = range(7)
-
-
-_Kept = TypeVar("_Kept")
-
-
-def kept(
-    plans: dict[Hashable, _Kept], key: Hashable, make: Callable[[], _Kept], most: int
-) -> _Kept:
-    """Return what ``plans`` keep for a key, or make and keep it.
-
-    At most ``most`` are kept, because a program may always use new shapes.
-    """
-    found = plans.get(key)
-    if found is None:
-        found = make()
-        if len(plans) >= most:
-            plans.clear()
-        plans[key] = found
-    return found
 
 
 class Plan:

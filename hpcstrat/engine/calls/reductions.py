@@ -14,7 +14,6 @@ from hpcstrat.engine.algorithms.plan import (
     KernelPlan,
     Plan,
     is_plain,
-    kept,
     repeater,
 )
 from hpcstrat.engine.algorithms.reduction_plans import plan_reduction
@@ -32,6 +31,7 @@ from hpcstrat.engine.calls.reduction_arrays import (
     require_fitting,
     require_sum_of_rows,
 )
+from hpcstrat.engine.calls.repeated_moves import kept
 from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.channel.pending_calls import PendingCall
 from hpcstrat.engine.options import CommunicationOptions, ReduceOp

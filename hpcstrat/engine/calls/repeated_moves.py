@@ -12,20 +12,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from hpcstrat.engine.algorithms.blocks import MoveBlocks, gathered_blocks
 from hpcstrat.engine.algorithms.move_plan import plan_move
-from hpcstrat.engine.algorithms.plan import KernelPlan, Kinds, Plan, kept, repeater
+from hpcstrat.engine.algorithms.plan import KernelPlan, Kinds, Plan, repeater
 from hpcstrat.engine.arrays.recycling import Recycler
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.entries import enter
 from hpcstrat.engine.channel.waitable import LengthsDifferError
 from hpcstrat.engine.typing import Array
 
-__all__ = ["Move", "RepeatedMoves", "kinds_of"]
+__all__ = ["Move", "RepeatedMoves", "kept", "kinds_of"]
+
+_Kept = TypeVar("_Kept")
 
 # Limits of the plans that are kept: kinds of calls, and lengths for each kind.
 _MOST_KINDS, _MOST_LENGTHS = 2048, 64
@@ -269,6 +271,22 @@ class RepeatedMoves:
             seconds = self._collectives.timeout_seconds
             given = what, (name,), type(value) is list, seconds
             plan.keep(self.repeat_in_kernel, *given)
+
+
+def kept(
+    plans: dict[Hashable, _Kept], key: Hashable, make: Callable[[], _Kept], most: int
+) -> _Kept:
+    """Return what ``plans`` keep for a key, or make and keep it.
+
+    At most ``most`` are kept, because a program may always use new shapes.
+    """
+    found = plans.get(key)
+    if found is None:
+        found = make()
+        if len(plans) >= most:
+            plans.clear()
+        plans[key] = found
+    return found
 
 
 def kinds_of(arrays: Sequence[Array]) -> Kinds:
