@@ -278,7 +278,7 @@ MUTANTS = (
     _m(
         "wire: what follows another header is left for the next one",
         "tests/unit/engine/algorithms/test_any_order.py",
-        "nbytes = max(0, _HEADER.unpack(header)[-1] >> _FLAG_BITS)\n",
+        "nbytes = self._size_from(hop, header)\n",
         "nbytes = 0\n",
     ),
     _m(

@@ -7,7 +7,7 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,16 +15,75 @@ import numpy as np
 from hpcstrat.engine.algorithms.blocks import Block, MoveBlocks
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.interruptible import MOST_MESSAGE_BYTES, InterruptibleComm
-from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
+from hpcstrat.engine.channel.waitable import HEADER, Exchange, WaitSteps
 from hpcstrat.engine.typing import Array
 
-__all__ = ["Takes", "move_by_messages"]
+__all__ = ["Takes", "array_messages", "move_by_messages"]
 
 _TAG = 23
 
 # Blocks that a rank takes, in the order of their bytes in the streams, and the bytes of
 # each block in a result: flat, or one row for each of several chunks.
 Takes = Sequence[tuple[Block, Array]]
+# The other rank of a message, the index of its array, and where the bytes begin
+# and end there.
+_Part = tuple[int, int, int, int]
+
+
+def array_messages(
+    blocks: MoveBlocks, channel: Channel
+) -> Callable[[Sequence[Array], Sequence[Array]], Exchange] | None:
+    """Return a function that starts a call's messages between arrays and results.
+
+    They are the messages of `move_by_messages`, which other ranks may call, but nothing
+    is copied. The arrays are contiguous. Returns None if the bytes of a message are not
+    adjacent in an array. Neither function is collective.
+    """
+    me, spans = channel.topology.replica_id, _spans(blocks, channel)
+    takes = [block for block in blocks.takes if block.rank != me]
+    sends = [
+        (rank, put.array, put.at + low - put.offset, put.at + high - put.offset)
+        for rank, (low, high) in (spans or {}).items()
+        for put in blocks.puts
+        if put.num_chunks == 1 and put.offset <= low < high <= put.offset + put.chunk
+    ]
+    receives = [(b.rank, b.array, b.at, b.at + b.chunk) for b in takes]
+    adjacent = all(block.num_chunks == 1 for block in takes)
+    alone = len({block.rank for block in takes}) == len(takes)
+    if spans is None or len(sends) < len(spans) or not (adjacent and alone):
+        return None
+    comm = channel.interruptible(channel.topology.replica_comm)
+
+    def start(arrays: Sequence[Array], results: Sequence[Array]) -> Exchange:
+        sent, received = _views(arrays, sends), _views(results, receives)
+        return comm.start(sent, received, _TAG, MOST_MESSAGE_BYTES)
+
+    return start
+
+
+def _views(arrays: Sequence[Array], parts: Sequence[_Part]) -> dict[int, Array]:
+    """Return the bytes of messages in contiguous arrays, by the other rank."""
+    return {
+        rank: arrays[i].reshape(-1).view(np.uint8)[low:high]
+        for rank, i, low, high in parts
+    }
+
+
+def _spans(
+    blocks: MoveBlocks, channel: Channel
+) -> Mapping[int, tuple[int, int]] | None:
+    """Return the spans of a call, also if every rank takes the streams of all ranks.
+
+    Returns None if MPI passes on what a worker has received: for one stream of several
+    receivers, or workers of several replicas.
+    """
+    streams, me = blocks.streams, channel.topology.replica_id
+    size, num_senders = len(streams), sum(nbytes > 0 for nbytes in streams)
+    passes_on = channel.topology.num_workers < size or (num_senders == 1 and size > 2)
+    if blocks.spans is not None or passes_on:
+        return blocks.spans
+    own = streams[me]
+    return {rank: (0, own) for rank in range(size) if rank != me and own}
 
 
 def move_by_messages(
@@ -39,13 +98,10 @@ def move_by_messages(
         _copy_out(own, takes)
         return
     comm = channel.interruptible(channel.topology.replica_comm)
-    several = sum(size > 0 for size in blocks.streams) > 1
-    if blocks.spans is not None:
-        parts = {rank: own[low:high] for rank, (low, high) in blocks.spans.items()}
+    spans = _spans(blocks, channel)
+    if spans is not None:
+        parts = {rank: own[low:high] for rank, (low, high) in spans.items()}
         yield from _exchanged(parts, own, takes, comm)
-    elif several and channel.topology.num_workers == comm.size:
-        others = [rank for rank in range(comm.size) if rank != comm.rank and own.size]
-        yield from _exchanged(dict.fromkeys(others, own), own, takes, comm)
     else:
         yield from _sent_to_all(blocks.streams, own, takes, comm)
 

@@ -7,19 +7,25 @@ differ only in their blocks, which `hpcstrat.engine.algorithms.blocks` lists.
 
 Inside one worker the compiled kernel copies the streams through shared memory, piece by
 piece. Between workers, short streams are sent in the header of the call. All other
-streams are sent in messages.
+streams are sent in messages. If workers have one replica each, and the bytes of each
+message are adjacent in an array, the kernel exchanges the headers before them.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.engine.algorithms.blocks import Block, MoveBlocks
-from hpcstrat.engine.algorithms.move_messages import Takes, move_by_messages
+from hpcstrat.engine.algorithms.move_messages import (
+    Takes,
+    array_messages,
+    move_by_messages,
+)
 from hpcstrat.engine.algorithms.plan import (
     CopyPlan,
     KernelPlan,
@@ -63,10 +69,15 @@ def plan_move(
     if channel is None and kinds[1] == kinds[0][: len(kinds[1])]:
         return CopyPlan(call, kinds[1], None, allocate)
     kernel = None if channel is None else channel.kernel
-    sent = None
-    if channel is not None:
-        own_bytes = blocks.streams[channel.topology.replica_id]
-        sent = _sent_in_header(blocks.nbytes, channel, own_bytes)
+    sent = messages = None
+    if channel is not None and channel.wire is not None:
+        sent = _sent_in_header(blocks.streams, channel)
+        empty = _sent_in_header([0] * len(blocks.streams), channel)
+        if sent is None and empty is not None:
+            messages = array_messages(blocks, channel)
+        if messages is not None:
+            # The kernel only exchanges headers, and copies what this rank keeps.
+            sent, blocks = empty, _kept(blocks, channel.topology.replica_id)
     if channel is None or kernel is None or (channel.wire is not None and sent is None):
         return MovePlan(call, blocks, kinds[1], channel, allocate)
     topology = channel.topology
@@ -94,9 +105,23 @@ def plan_move(
         _numbers([source for source, _ in blocks.copies], ranks),
         _numbers([*(b for _, b in blocks.copies), *blocks.zeros], ranks),
     )
-    plan = KernelPlan(call, kinds[1], channel, allocate, one=one, carried=sent)
+    plan = KernelPlan(
+        call, kinds[1], channel, allocate, one=one, carried=sent, messages=messages
+    )
     plan.own = blocks.own
     return plan
+
+
+def _kept(blocks: MoveBlocks, me: int) -> MoveBlocks:
+    """Return a call without streams, with copies of the values that a rank keeps."""
+    copies = [
+        (Block(me, put.array, 0, put.at + b.offset - put.offset, b.nbytes), b)
+        for b in blocks.takes
+        for put in blocks.puts
+        if b.rank == me and blocks.own[0] < 0
+    ]
+    streams, copies = [0] * len(blocks.streams), [*blocks.copies, *copies]
+    return replace(blocks, puts=[], takes=[], streams=streams, copies=copies)
 
 
 def plan_scatter(
@@ -115,7 +140,7 @@ def plan_scatter(
     piece_bytes = cached_piece_bytes(channel.topology.slot_bytes, channel.topology)
     if channel.wire is not None:
         # The kernel sends parts of equal sizes as an all-to-all sends them.
-        sent = _sent_in_header(nbytes * (size - 1), channel)
+        sent = _sent_in_header([nbytes * (size - 1)] * size, channel)
         piece_bytes = channel.wire.places.shape[1]
         equal = all(like.nbytes == nbytes for like in likes)
         if sent is None or not equal or nbytes * size > piece_bytes:
@@ -153,11 +178,8 @@ class MovePlan(Plan):
     ) -> None:
         super().__init__(call, results, channel, allocate)
         self._blocks, self.own = blocks, blocks.own
-        rows = None if channel is None else _rows_in_header(blocks.nbytes, channel)
-        self._carried = None
-        if channel is not None and rows is not None:
-            own_bytes = blocks.streams[channel.topology.replica_id]
-            self._carried = _Carried(channel, *rows, own_bytes)
+        rows = None if channel is None else _rows_in_header(blocks.streams, channel)
+        self._carried = None if rows is None else _Carried(channel, *rows)
 
     def steps(
         self, arrays: Sequence[Array], results: Sequence[Array], *, waits: bool = False
@@ -187,34 +209,35 @@ class MovePlan(Plan):
                 result[...] = array
 
 
-def _sent_in_header(
-    nbytes: int, channel: Channel, own_bytes: int | None = None
-) -> HeaderValues | None:
-    """Return streams of a size in a header, from the kernel; None if it cannot.
-
-    ``own_bytes`` is the size of this rank's stream; default: ``nbytes``.
-    """
-    rows, wire = _rows_in_header(nbytes, channel), channel.wire
-    if rows is None or wire is None or wire.kernel is None or rows[1] > 1:
+def _sent_in_header(streams: Sequence[int], channel: Channel) -> HeaderValues | None:
+    """Return streams of these sizes in a header, from the kernel; None if it cannot."""
+    rows, wire = _rows_in_header(streams, channel), channel.wire
+    several = wire is not None and any(index for _, index in wire.where)
+    if rows is None or wire is None or wire.kernel is None or several:
         return None
-    own_bytes = nbytes if own_bytes is None else own_bytes
-    sizes = carried_bytes(rows[0]), carried_bytes(own_bytes)
-    return HeaderValues(wire, sizes[0], min(sizes))
+    return HeaderValues(wire, *rows[1])
 
 
-def _rows_in_header(nbytes: int, channel: Channel) -> tuple[int, int] | None:
-    """Return the bytes of a stream in a header, and the number of a worker's streams.
+def _rows_in_header(
+    streams: Sequence[int], channel: Channel
+) -> tuple[int, tuple[int, int]] | None:
+    """Return the bytes of each stream in a header, and the sizes of `HeaderValues`.
 
     Returns None if the streams are too long, or inside of one worker.
     """
     if channel.wire is None:
         return None
-    row_bytes = -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    row_bytes = -(-max(streams) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     num_rows = max(index for _, index in channel.wire.where) + 1
     each = carried_bytes(row_bytes * num_rows)
     slot_bytes, workers = channel.topology.slot_bytes, channel.wire.num_workers
-    fits = each <= channel.wire.room_bytes and each * workers <= slot_bytes
-    return (row_bytes, num_rows) if fits else None
+    if each > channel.wire.room_bytes or each * workers > slot_bytes:
+        return None
+    sizes = each, each
+    if len(streams) == 2:
+        me = channel.topology.replica_id
+        sizes = carried_bytes(streams[me]), carried_bytes(streams[1 - me])
+    return row_bytes, sizes
 
 
 class _Carried(HeaderValues):
@@ -224,12 +247,8 @@ class _Carried(HeaderValues):
     workers into its place, from which the worker's ranks take their blocks.
     """
 
-    def __init__(
-        self, channel: Any, row_bytes: int, num_rows: int, own_bytes: int
-    ) -> None:
-        nbytes, wire = carried_bytes(row_bytes * num_rows), channel.wire
-        least = min(nbytes, carried_bytes(own_bytes)) if wire.alone else nbytes
-        super().__init__(wire, nbytes, least)
+    def __init__(self, channel: Any, row_bytes: int, sizes: tuple[int, int]) -> None:
+        super().__init__(channel.wire, *sizes)
         self._channel, self._row_bytes = channel, row_bytes
         self._index = channel.topology.worker_comm.rank
         # The places of this worker's ranks, if there are several.

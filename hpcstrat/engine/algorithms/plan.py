@@ -16,7 +16,7 @@ from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings
 from hpcstrat.engine.arrays.kinds import is_device
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.channel.waitable import HEADER, WaitSteps, exhaust
+from hpcstrat.engine.channel.waitable import HEADER, Waitable, WaitSteps, exhaust
 from hpcstrat.engine.channel.wire_headers import HeaderValues
 from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.engine.typing import Array
@@ -27,6 +27,7 @@ __all__ = [
     "KernelPlan",
     "Kinds",
     "Plan",
+    "StartMessages",
     "cached_piece_bytes",
     "is_plain",
     "repeat_nothing",
@@ -36,6 +37,9 @@ __all__ = [
 
 Kinds = Sequence[tuple[tuple[int, ...], np.dtype[Any]]]
 """Shapes and dtypes of arrays."""
+
+StartMessages = Callable[[Sequence[Array], Sequence[Array]], Waitable]
+"""A function that starts a call's messages between its arrays and results."""
 
 # Two ranks reduce large arrays in pieces of this size: four places of it, which are
 # used in turn, stay in the cache of a core.
@@ -152,7 +156,8 @@ def _copy(arrays: Sequence[Array], results: Sequence[Array]) -> None:
 class KernelPlan(Plan):
     """A call that the kernel makes; ``one`` is its object for this kind of call.
 
-    ``carried`` has the values in headers between workers; None inside a worker.
+    ``carried`` has the values in headers between workers; None inside a worker. If they
+    are too long for a header, ``messages`` moves them after it.
     """
 
     def __init__(
@@ -164,11 +169,12 @@ class KernelPlan(Plan):
         *,
         one: Any,
         carried: HeaderValues | None,
+        messages: StartMessages | None = None,
     ) -> None:
         super().__init__(call, results, channel, allocate)
-        self._one, self._carried = one, carried
+        self._one, self._carried, self._messages = one, carried, messages
         # The kernel keeps this function, which therefore must not refer to the plan.
-        self._wait = _waiter(channel, call, carried)
+        self._wait = _waiter(channel, call, carried, messages)
 
     def keep(
         self,
@@ -186,10 +192,10 @@ class KernelPlan(Plan):
         wait = functools.partial(self._wait, timeout_seconds)
         carried, exchange = self._carried, ()
         if carried is not None:
-            sizes = carried.nbytes, carried.own_bytes
-            exchange = self.channel.wire.exchange(*sizes)
+            exchange = self.channel.wire.exchange(*carried.sizes)
         leave = self.channel.failures.leave
-        self._one.keep(repeat, what, names, listed, wait, leave, exchange)
+        continues = self._messages is not None
+        self._one.keep(repeat, what, names, listed, wait, leave, exchange, continues)
 
     def repeat(self, arrays: Any, outs: Any, timeout_seconds: float | None) -> Any:
         """Make the whole call in the kernel if possible; else return None."""
@@ -219,7 +225,7 @@ class KernelPlan(Plan):
             started = one.start(sources, targets)
             assert started
         yield HEADER if carried is None else carried
-        yield from _rest(self.channel, self.call, one, waits=waits)
+        yield from _rest(self.channel, self.call, one, self._messages, waits=waits)
         one.take_results()
         for result, target in zip(results, targets, strict=True):
             if target is not result:
@@ -227,12 +233,16 @@ class KernelPlan(Plan):
 
 
 def _waiter(
-    channel: Any, call: Call, carried: HeaderValues | None
+    channel: Any,
+    call: Call,
+    carried: HeaderValues | None,
+    messages: StartMessages | None,
 ) -> Callable[..., Any]:
     """Return a function that waits for the ranks that the kernel found missing.
 
     The function returns the results of the kernel's object ``one``. ``failed`` is the
-    error of a message that the kernel has started.
+    error of a message that the kernel has started. If there are ``messages``, ``found``
+    may be _DONE: then the headers of all ranks have arrived.
     """
 
     def wait(
@@ -242,7 +252,7 @@ def _waiter(
         failed: BaseException | None = None,
     ) -> Any:
         try:
-            if carried is not None:
+            if carried is not None and found != _DONE:
                 state, sent = channel.state, found == _HEADER_SENT
                 header = state.num_calls, state.run_fingerprint, call.digest, 0
                 channel.wire.post(*header, carried, sent=sent)
@@ -258,18 +268,23 @@ def _waiter(
             raise
         if found == _DIFFERS:
             channel.failures.settle(call, timeout_seconds, carried)
-        if carried is not None:
+        if carried is not None and messages is None:
             # All values have arrived with the header: no rank waits for this one.
             one.go_on(0)
-            return one.take_results()
-        channel.advance(_rest(channel, call, one, waits=True), call, waits=True)
+        else:
+            rest = _rest(channel, call, one, messages, waits=True)
+            channel.advance(rest, call, waits=True)
         return one.take_results()
 
     return wait
 
 
-def _rest(channel: Any, call: Call, one: Any, *, waits: bool) -> WaitSteps:
+def _rest(
+    channel: Any, call: Call, one: Any, messages: StartMessages | None, *, waits: bool
+) -> WaitSteps:
     """Make the steps of a call after its header; `Plan.steps` explains ``waits``."""
+    if messages is not None:
+        yield messages(*(v if type(v) is list else [v] for v in one.held()))
     while (found := one.go_on(channel.state.looks if waits else 0)) != _DONE:
         if found == _NOT_READ:
             raise CollectiveError(

@@ -21,7 +21,7 @@ __all__ = ["EAGER_BYTES", "MOST_MESSAGE_BYTES", "PIECE_BYTES", "InterruptibleCom
 PIECE_BYTES = 1 << 20
 """Size of the pieces of an array; the fastest in sums of 64 MiB on two ranks."""
 
-EAGER_BYTES = 48 << 10
+EAGER_BYTES = 63 << 10
 """Size of messages that MPI sends without waiting for an answer of the receiver.
 
 Over TCP, MPI sends a message of more than 64 KiB only after the receiver has answered,

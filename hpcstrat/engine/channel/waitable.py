@@ -55,10 +55,9 @@ each `Waitable` for which the channel waits."""
 class HeaderPayload(Protocol):
     """Values sent in a header, see `hpcstrat.engine.channel.wire_headers`."""
 
-    # Size in bytes of the values of each worker, and of those that this worker sends;
-    # only the message of one of two workers may be shorter than the other one.
-    nbytes: int
-    own_bytes: int
+    # Sizes in bytes of the values of this worker, and of each other worker; only the
+    # values of two workers may have different sizes.
+    sizes: tuple[int, int]
 
     def gather(self) -> None:
         """Write the sum of this worker's values behind the header of its message."""

@@ -61,8 +61,9 @@ _DELAY_BYTES = 16 << 10
 _MOST_DELAYS = 16
 _ALIGNMENT_BYTES, _LINE_BYTES = 16, 64
 # The last number of a header has the flags in its lowest 8 bits, and above them the
-# size in bytes of the values that follow the header.
-_FLAG_BITS = 8
+# sizes in bytes of the values that follow the header: those of worker 0, and above
+# ``_SIZE_BITS`` bits those of each other worker.
+_FLAG_BITS, _SIZE_BITS = 8, 24
 
 # Persistent requests of one hop (new requests take twice as long): the send of the
 # header with the first values, and the sends and the receives of further values.
@@ -206,43 +207,49 @@ class WireHeaders(Waitable):
         self._steps: Iterator[None] = iter(())
         self._done, self._travels, self._same = True, False, True
 
-    def _requests_for(self, nbytes: int, own_bytes: int) -> list[_Requests]:
-        """Return the requests of all hops for ``nbytes`` of values per worker.
+    def _requests_for(self, own_bytes: int, their_bytes: int) -> list[_Requests]:
+        """Return the requests of all hops for values of these sizes; see `post`.
 
-        They are kept; `carried_bytes` limits the number of different sizes. In a single
-        message between two workers, this one sends only ``own_bytes`` of its values.
+        They are kept; `carried_bytes` limits the number of different sizes.
         """
-        if len(self.came) != 1 or HEADER_BYTES + nbytes > EAGER_BYTES:
-            own_bytes = nbytes
-        found = self._kept.get((nbytes, own_bytes))
+        found = self._kept.get((own_bytes, their_bytes))
         if found is None:
             found, make = [], self._comm
             for hop, came in enumerate(self.came):
                 to, source = self._peers[hop]
-                end = HEADER_BYTES + self.counts[hop] * nbytes
-                cuts = [
-                    slice(start, min(start + EAGER_BYTES, end))
-                    for start in range(0, end, EAGER_BYTES)
-                ]
-                sent = [slice(cut.start, cut.stop - nbytes + own_bytes) for cut in cuts]
+                sent = _cuts(HEADER_BYTES + self.counts[hop] * own_bytes)
+                received = _cuts(HEADER_BYTES + self.counts[hop] * their_bytes)
                 first, *sends = [make.Send_init(self.out[c], to, _TAG) for c in sent]
-                receives = [make.Recv_init(came[c], source, _TAG) for c in cuts[1:]]
+                receives = [make.Recv_init(came[c], source, _TAG) for c in received[1:]]
                 found.append((first, sends, receives))
-            self._kept[nbytes, own_bytes] = found
+            self._kept[own_bytes, their_bytes] = found
         return found
 
-    def exchange(self, nbytes: int, own_bytes: int) -> tuple[Any, ...]:
-        """Return what the kernel needs to exchange headers with values of ``nbytes``.
+    def _last_number(self, own_bytes: int, their_bytes: int) -> int:
+        """Return the last number of a header without flags: equal on two workers."""
+        first, other = own_bytes, their_bytes
+        if self.worker:
+            first, other = their_bytes, own_bytes
+        return (other << _SIZE_BITS | first) << _FLAG_BITS
+
+    def _size_from(self, hop: int, header: bytes) -> int:
+        """Return the size of each worker's values that follow a header."""
+        sizes: int = max(0, _HEADER.unpack(header)[-1] >> _FLAG_BITS)
+        source = (self.worker + (1 << hop)) % self.num_workers
+        return sizes >> _SIZE_BITS if source else sizes & ((1 << _SIZE_BITS) - 1)
+
+    def exchange(self, own_bytes: int, their_bytes: int) -> tuple[Any, ...]:
+        """Return what the kernel needs to exchange headers with values.
 
         Functions that start the send and the receive of one message, and test the
-        receive and the send; then ``nbytes``. An empty tuple if the kernel cannot
-        exchange the messages, because there are more than one.
+        receive and the send; then the last number of the header. An empty tuple if the
+        kernel cannot exchange the messages, because there are more than one.
         """
-        requests = self._requests_for(nbytes, own_bytes)
-        if self.kernel is None or len(requests) > 1 or requests[0][1]:
+        [(first, sends, receives), *more] = self._requests_for(own_bytes, their_bytes)
+        if self.kernel is None or sends or receives or more:
             return ()
-        sent, received = requests[0][0], self._receives[0]
-        return sent.Start, received.Start, received.Test, sent.Test, nbytes
+        came, last = self._receives[0], self._last_number(own_bytes, their_bytes)
+        return first.Start, came.Start, came.Test, first.Test, last
 
     def post(
         self,
@@ -259,8 +266,9 @@ class WireHeaders(Waitable):
         ``sequence`` is the number of the header. ``sent`` says whether the kernel has
         started the messages of the first hop, see `exchange`.
         """
-        nbytes = 0 if load is None else load.nbytes
-        own = _HEADER.pack(sequence, run, digest, flags | nbytes << _FLAG_BITS)
+        sizes = (0, 0) if load is None else load.sizes
+        last = self._last_number(*sizes) | flags
+        own = _HEADER.pack(sequence, run, digest, last)
         if not self.alone:
             # Each worker has its own rings: compare their next places only inside it.
             self._segment.post(run, digest ^ self._rings.next, flags)
@@ -315,8 +323,7 @@ class WireHeaders(Waitable):
         self, own: bytes, load: HeaderPayload | None, sent: bool
     ) -> Iterator[None]:
         """Exchange headers with the other workers; yield while messages are missing."""
-        sizes = (0, 0) if load is None else (load.nbytes, load.own_bytes)
-        requests = self._requests_for(*sizes)
+        requests = self._requests_for(*((0, 0) if load is None else load.sizes))
         if not sent:
             if load is not None:
                 load.gather()
@@ -338,8 +345,8 @@ class WireHeaders(Waitable):
                 # they would arrive in the receives of the next call.
                 self._same, load, requests = False, None, self._requests_for(0, 0)
                 self._header[:] = _DIFFERENT
-                nbytes = max(0, _HEADER.unpack(header)[-1] >> _FLAG_BITS)
-                receives = self._requests_for(nbytes, nbytes)[hop][-1]
+                nbytes = self._size_from(hop, header)
+                receives = self._requests_for(0, nbytes)[hop][-1]
             behind += _started(receives)
             while behind and not type(behind[0]).Testall(behind):
                 yield
@@ -361,18 +368,19 @@ class WireHeaders(Waitable):
 class HeaderValues:
     """The `HeaderPayload` of a call: few values of each worker, in the messages.
 
-    ``nbytes`` is the size in bytes of the values of each worker, and ``own_bytes`` that
-    of the values which this worker has; default: the same. On the first rank of a
-    worker, ``rows`` has the values of all workers; it is empty on the other ranks. If
-    this class is not derived from, the kernel adds or copies the values in ``rows``.
-    With two workers, ``rows`` are parts of the messages; with more, values are copied.
+    ``own_bytes`` is the size of this worker's values, and ``their_bytes`` that of each
+    other worker's; default: the same. On the first rank of a worker, ``rows`` has the
+    values of all workers; it is empty on the other ranks. If this class is not derived
+    from, the kernel adds or copies the values in ``rows``. With two workers, ``rows``
+    are parts of the messages; with more, values are copied.
     """
 
     def __init__(
-        self, headers: WireHeaders, nbytes: int, own_bytes: int | None = None
+        self, headers: WireHeaders, own_bytes: int, their_bytes: int | None = None
     ) -> None:
-        self.headers, self.nbytes = headers, nbytes
-        self.own_bytes = nbytes if own_bytes is None else own_bytes
+        their_bytes = own_bytes if their_bytes is None else their_bytes
+        self.headers, self.sizes = headers, (own_bytes, their_bytes)
+        self.nbytes = nbytes = max(self.sizes)
         self.rows = rows = headers.places[:, :nbytes]
         # Destination and source of copies: before the first message, and, for each
         # hop, of the received values.
@@ -414,6 +422,12 @@ def _blocks(message: Array, count: int, nbytes: int) -> Array:
     """Return the values behind a message's header, one row for each worker."""
     behind = message[HEADER_BYTES : HEADER_BYTES + count * nbytes]
     return behind.reshape(count, nbytes)
+
+
+def _cuts(end: int) -> list[slice]:
+    """Return the messages of the first ``end`` bytes of a buffer."""
+    starts = range(0, end, EAGER_BYTES)
+    return [slice(start, min(start + EAGER_BYTES, end)) for start in starts]
 
 
 def _started(requests: Sequence[Any]) -> list[Any]:

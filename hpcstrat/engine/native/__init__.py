@@ -29,7 +29,7 @@ __all__ = [
     "type_codes",
 ]
 
-VERSION = 10
+VERSION = 11
 """Version of the kernel that this package can use; other versions are ignored."""
 
 _READER_VERSION = 4

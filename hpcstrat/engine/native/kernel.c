@@ -370,7 +370,7 @@ struct sum {
     /* Objects for `repeat`, see `sum_keep`; the next sum in the same slot. */
     PyObject *kept[NUM_KEPT];
     sum *following, **slot;
-    int listed;
+    int listed, continues;
     size_t nbytes, piece, place_bytes;
     double divisor;
     bucket *buckets;
@@ -1175,6 +1175,14 @@ static PyObject *sum_go_on(PyObject *self, PyObject *looks) {
     return PyLong_FromLong(go_on(s, most));
 }
 
+/* held(): return the arrays and the results of the call under way, each as a list or an array. */
+static PyObject *sum_held(PyObject *self, PyObject *Py_UNUSED(none)) {
+    sum *s = (sum *)self;
+    if (!s->results) return PyErr_Format(PyExc_RuntimeError, "no call is under way");
+    return PyTuple_CheckExact(s->arrays) ? Py_NewRef(s->arrays)
+                                         : Py_BuildValue("OO", s->arrays, s->results);
+}
+
 /* take_results(): return the results, and release the arrays. */
 static PyObject *sum_take_results(PyObject *self, PyObject *Py_UNUSED(none)) {
     sum *s = (sum *)self;
@@ -1222,15 +1230,16 @@ static sum **slot_of(kernel *k, PyObject *value) {
     return k->repeated + (hash >> 7) % NUM_SLOTS;
 }
 
-/* keep(repeat, what, names, listed, wait, leave, exchange): add this sum to the hash table of
- * `repeat`. `exchange` is for two workers of one replica, see `exchange`; for others it is (). */
+/* keep(repeat, what, names, listed, wait, leave, exchange, continues): add this sum to the hash table
+ * of `repeat`. `exchange` is for two workers of one replica, see `exchange`; for others it is ().
+ * `continues` says whether `wait` is to be called after the exchange, too. */
 static PyObject *sum_keep(PyObject *self, PyObject *args) {
     sum *s = (sum *)self;
     PyObject *kept[NUM_KEPT];
     if (s->slot) Py_RETURN_NONE;
-    if (!PyArg_ParseTuple(args, "O!OO!pOOO!", &PyCFunction_Type, kept, kept + WHAT, &PyTuple_Type,
+    if (!PyArg_ParseTuple(args, "O!OO!pOOO!p", &PyCFunction_Type, kept, kept + WHAT, &PyTuple_Type,
                           kept + NAMES, &s->listed, kept + WAIT, kept + LEAVE, &PyTuple_Type,
-                          kept + EXCHANGE))
+                          kept + EXCHANGE, &s->continues))
         return NULL;
     kept[OWNER] = PyCFunction_GetSelf(kept[OWNER]);
     for (int i = 0; i < NUM_KEPT; i++) s->kept[i] = Py_XNewRef(kept[i]);
@@ -1253,10 +1262,10 @@ static int call(sum *s, int which) {
  * and test the receive and the send. Return DONE once all values have arrived, HEADER_SENT if
  * Python must wait or compare the headers, or -1 with an error. */
 static int exchange(sum *s) {
-    enum { SEND, RECEIVE, TEST_RECEIVE, TEST_SEND, NBYTES, FLAG_BITS = 8, LOOKS = 64 };
+    enum { SEND, RECEIVE, TEST_RECEIVE, TEST_SEND, LAST_NUMBER, LOOKS = 64 };
     kernel *k = s->kernel;
     int64_t header[4] = {k->num_calls, k->run_fingerprint, (int64_t)s->digest, 0};
-    header[3] = PyLong_AsLongLong(PyTuple_GetItem(s->kept[EXCHANGE], NBYTES)) << FLAG_BITS;
+    header[3] = PyLong_AsLongLong(PyTuple_GetItem(s->kept[EXCHANGE], LAST_NUMBER));
     char *own = at(s, k->rank, s->place) - sizeof header;
     memcpy(own, header, sizeof header);
     if (call(s, SEND) < 0 || call(s, RECEIVE) < 0) return -1;
@@ -1269,8 +1278,8 @@ static int exchange(sum *s) {
     found = call(s, TEST_SEND);
     if (found <= 0) return found < 0 ? -1 : HEADER_SENT;
     arrive(k);
-    go_on(s, 0);
     put(&k->last_call, s->call);
+    if (!s->continues) go_on(s, 0);
     return DONE;
 }
 
@@ -1284,14 +1293,14 @@ static PyObject *wait(sum *s, PyObject *what, PyObject *awaited) {
     if (PyTuple_Size(s->kept[EXCHANGE])) {
         Py_DECREF(awaited);
         int exchanged = exchange(s);
-        if (exchanged == DONE) {
+        if (exchanged == DONE && !s->continues) {
             k->thread = outer;
             return sum_take_results((PyObject *)s, NULL);
         }
         /* Python raises the error after it has noted that messages are under way. */
         PyErr_Fetch(&type, &error, &trace);
         PyErr_NormalizeException(&type, &error, &trace);
-        awaited = PyLong_FromLong(HEADER_SENT);
+        awaited = PyLong_FromLong(exchanged < 0 ? HEADER_SENT : exchanged);
     }
     if (awaited)
         found = PyObject_CallFunctionObjArgs(s->kept[WAIT], s, awaited, error, NULL);
@@ -1754,6 +1763,7 @@ static PyType_Spec kernel_spec = {"hpcstrat.engine.native.kernel.Kernel", sizeof
 static PyMethodDef sum_methods[] = {
     {"start", sum_start, METH_VARARGS, NULL},
     {"go_on", sum_go_on, METH_O, NULL},
+    {"held", sum_held, METH_NOARGS, NULL},
     {"take_results", sum_take_results, METH_NOARGS, NULL},
     {"reduce", sum_reduce, METH_VARARGS, NULL},
     {"keep", sum_keep, METH_VARARGS, NULL},
@@ -1785,7 +1795,7 @@ PyMODINIT_FUNC PyInit_kernel(void) {
     int good = made && kernel_type && sum_type &&
                !PyModule_AddObjectRef(made, "Kernel", kernel_type) &&
                !PyModule_AddObjectRef(made, "Sum", sum_type) &&
-               !PyModule_AddIntConstant(made, "VERSION", 10);
+               !PyModule_AddIntConstant(made, "VERSION", 11);
     if (!good) Py_CLEAR(made);
     return made;
 }

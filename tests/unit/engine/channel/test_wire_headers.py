@@ -16,7 +16,7 @@ from hpcstrat.engine.channel.wire_headers import (
     carried_bytes,
     room_bytes,
 )
-from tests.unit.kernel_sums import HEADER_SENT
+from tests.unit.kernel_sums import DONE, HEADER_SENT
 
 DIGEST, RUN = 11, 5
 
@@ -24,7 +24,9 @@ DIGEST, RUN = 11, 5
 class _Exchange:
     """The sum of one of two workers; the other worker's message comes at a test."""
 
-    def __init__(self, worker: int, own: Any, tests_until_message: int) -> None:
+    def __init__(
+        self, worker: int, own: Any, tests_until_message: int, continues: bool = False
+    ) -> None:
         if native.load() is None:
             pytest.skip("the package was built without its kernel")
         self.values = WorkerValues(worker, 2, 1024)
@@ -39,10 +41,11 @@ class _Exchange:
         self.sum = native.load().Sum(kernel, *fixed, *rest)
         self.repeat, nbytes = kernel.repeater(), carried_bytes(own.nbytes)
         names = "send", "receive", "test receive", "test send"
-        exchange = *(self._function(name) for name in names), nbytes
+        last = (nbytes << 24 | nbytes) << 8
+        exchange = *(self._function(name) for name in names), last
         kept = self._wait, lambda *left: self.left.append(left), exchange
-        self.sum.keep(self.repeat, "reduce", ("sum",), False, *kept)
-        self.message = struct.pack("=4q", 1, RUN, DIGEST, nbytes << 8) + bytes(nbytes)
+        self.sum.keep(self.repeat, "reduce", ("sum",), False, *kept, continues)
+        self.message = struct.pack("=4q", 1, RUN, DIGEST, last) + bytes(nbytes)
 
     def _function(self, name: str) -> Any:
         def called() -> bool | None:
@@ -88,6 +91,20 @@ def test_the_values_of_two_workers_are_added_in_order(worker: int, size: int) ->
     assert two.calls[:6] == ["send", "receive", *tests]
     assert two.values.kernel.last_call == "call"
     assert not two.waited
+
+
+def test_python_continues_a_call_whose_values_come_later() -> None:
+    own = np.ones(3, np.float32)
+    two = _Exchange(0, own, 1, continues=True)
+    assert two.repeat("reduce", "sum", own, None) == "waited"
+    assert two.waited == [(DONE,)]
+    held, result = two.sum.held()
+    assert held is own
+    result[...] = 0
+    assert two.sum.go_on(0) == DONE
+    np.testing.assert_array_equal(two.sum.take_results(), own)
+    with pytest.raises(RuntimeError, match="no call"):
+        two.sum.held()
 
 
 @pytest.mark.parametrize("field", range(4))

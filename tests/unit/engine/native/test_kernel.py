@@ -102,7 +102,7 @@ def test_wrong_arguments_are_refused(kernel: ModuleType) -> None:
             kernel.Sum(*wrong, 64, 0, False, "call", 5, None)
     made = kernel.Sum(one, b"\0", [own], [own], 64, 0, False, "call", 5, None)
     repeat = one.repeater()
-    made.keep(repeat, "reduce", ("sum",), False, None, None, ())
+    made.keep(repeat, "reduce", ("sum",), False, None, None, (), False)
     one.attention = False
     read_only = own.copy()
     read_only.flags.writeable = False
@@ -188,7 +188,7 @@ class _Repeating:
         self.waited: list[Any] = []
         self.error: BaseException | None = None
         self.left: list[Any] = []
-        kept = self.waits, lambda *left: self.left.append(left), ()
+        kept = self.waits, lambda *left: self.left.append(left), (), False
         self.repeat = self.second.repeater()
         self.sums[1].keep(self.repeat, "reduce", ("sum", "SUM"), False, *kept)
 
