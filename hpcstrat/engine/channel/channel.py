@@ -284,7 +284,8 @@ class Channel:
         """Return the InterruptibleComm of ``comm``; not collective."""
         found = self._interruptible.get(comm.handle)
         if found is None:
-            found = InterruptibleComm(comm, self.topology.mpi, self._await)
+            mpi, fast = self.topology.mpi, self.topology.has_fast_network
+            found = InterruptibleComm(comm, mpi, self._await, fast=fast)
             self._interruptible[comm.handle] = found
         return found
 
