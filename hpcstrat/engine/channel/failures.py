@@ -272,9 +272,11 @@ class Failures:
             self.fail(what, error)
         elif is_inner(error) or not isinstance(error, HpcstratError):
             # Errors of the library's own classes are raised on every rank. If there are
-            # pending calls, the ranks cannot resume, because their rings may differ.
-            point = NOWHERE if channel.pending else (entered, channel.num_calls)
-            self.interrupted(what, error, point)
+            # pending calls, the ranks cannot resume, because their rings may differ;
+            # nor if this rank has counted a header, but not posted it.
+            number, wire = channel.num_calls, channel.wire
+            resumes = not channel.pending and (wire is None or wire.has_posted(number))
+            self.interrupted(what, error, (entered, number) if resumes else NOWHERE)
 
     def loss(self, error: BaseException, what: str) -> RankLostError | None:
         """Return a RankLostError if the death of a rank caused ``error``, else None.

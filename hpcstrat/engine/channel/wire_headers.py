@@ -206,6 +206,7 @@ class WireHeaders(Waitable):
         # whether messages are under way, and whether all headers so far are equal.
         self._steps: Iterator[None] = iter(())
         self._done, self._travels, self._same = True, False, True
+        self._posted = 0
 
     def _requests_for(self, own_bytes: int, their_bytes: int) -> list[_Requests]:
         """Return the requests of all hops for values of these sizes; see `post`.
@@ -272,11 +273,15 @@ class WireHeaders(Waitable):
         if not self.alone:
             # Each worker has its own rings: compare their next places only inside it.
             self._segment.post(run, digest ^ self._rings.next, flags)
-        self._done, self._same = False, True
+        self._done, self._same, self._posted = False, True, sequence
         # If the header has a flag, do not add the values now: all ranks will post the
         # call's header again, with the same values.
         self._steps = self._compare(own, load, finishes=not flags, sent=sent)
         next(self._steps, None)
+
+    def has_posted(self, sequence: int) -> bool:
+        """Return whether this rank, or its kernel, has posted this header."""
+        return sequence in (self._posted, _HEADER.unpack(self._header)[0])
 
     def agreed(self) -> bool:
         """Return whether all ranks' headers are equal; False while some are missing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 from mpi4py import MPI
 
 import hpcstrat as hs
+from hpcstrat.engine.algorithms import plan
 from hpcstrat.engine.channel.abort_messages import AbortMessages
 from tests.mpi.ranks.outcomes import outcome
 
@@ -91,6 +93,38 @@ def test_an_interrupt_where_ranks_meet_again_leaves_no_call_out(
         error = _reduced(strategy, np.full(3, 1.0))
         assert type(error) is hs.CollectiveError, error
     assert type(_reduced(strategy, np.full(3, 2.0))) is hs.CollectiveError
+    job.Barrier()
+    strategy.abandon()
+
+
+def test_an_interrupt_before_python_posts_the_header_of_the_kernel_ends_all_calls(
+    make_strategy: Any, job: Any
+) -> None:
+    strategy = make_strategy(
+        comm=job, settings=hs.Settings(limit_seconds=_LIMIT_SECONDS)
+    )
+    num_workers = strategy.topology.num_workers
+    if num_workers < max(3, job.size) or strategy.collectives.channel.kernel is None:
+        strategy.close()
+        pytest.skip("Python posts the headers of three workers or more")
+
+    def interrupt(frame: Any, *_: Any) -> None:
+        if frame.f_code.co_filename == plan.__file__ and frame.f_code.co_name == "wait":
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    value, before = np.ones(3), sys.gettrace()
+    assert _reduced(strategy, value) is None
+    if job.rank == 0:
+        sys.settrace(interrupt)
+    errors = [_reduced(strategy, value)]
+    sys.settrace(before)
+    errors += [_reduced(strategy, value) for _ in range(2)]
+    if job.rank == 0:
+        assert type(errors.pop(0)) is KeyboardInterrupt
+    for error in errors:
+        assert type(error) is hs.CollectiveError
+        assert "KeyboardInterrupt" in str(error), error
     job.Barrier()
     strategy.abandon()
 
