@@ -270,7 +270,6 @@ def pretend_channels(
                 segment=segment,
                 slot_bytes=slot_bytes,
                 shares_cores=size > 1,
-                has_fast_network=False,
                 survives=False,
                 moves=0,
             )

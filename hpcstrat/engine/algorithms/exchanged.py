@@ -36,7 +36,6 @@ from hpcstrat.engine.channel.waitable import HEADER, Waitable, WaitSteps
 from hpcstrat.engine.typing import Array
 
 __all__ = [
-    "FAST_PART_BYTES",
     "FEW_EXCHANGING",
     "MOST_EXCHANGING",
     "PART_BYTES",
@@ -50,10 +49,7 @@ __all__ = [
 ]
 
 PART_BYTES = 256 << 10
-"""Size of a part: smaller ones cost time of Python, larger ones idle the network."""
-
-FAST_PART_BYTES = 2 << 20
-"""Size of a part if Python takes longer than the network, see `Topology`."""
+"""Size of a message: smaller ones cost time of Python, larger ones idle the network."""
 
 MOST_EXCHANGING = 64
 """Most ranks that exchange parts: a rank sends a message to each of the others."""

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.engine.algorithms.exchanged import (
-    FAST_PART_BYTES,
     FEW_EXCHANGING,
     PART_BYTES,
     exchanges,
@@ -109,9 +108,8 @@ def by_exchange(
 ) -> Choice:
     """Return the choice of an exchange of parts, for workers of one replica."""
     workers = topology.num_workers
-    part = FAST_PART_BYTES if topology.has_fast_network else PART_BYTES
-    default = min(part * workers, _MOST_EXCHANGED_BYTES)
-    if nbytes > room_bytes(workers) and not topology.has_fast_network:
+    default = min(PART_BYTES * workers, _MOST_EXCHANGED_BYTES)
+    if nbytes > room_bytes(workers):
         # Use several pieces: with a single piece, the additions would wait for all
         # messages, and then the network would wait for the additions.
         several = max(nbytes // _LEAST_EXCHANGED, _LEAST_PART_BYTES * workers)
@@ -174,7 +172,6 @@ def imagined(num_workers: int, replicas_per_worker: int) -> Any:
         num_replicas=num_workers * replicas_per_worker,
         worker_comm=SimpleNamespace(size=replicas_per_worker),
         shares_cores=False,
-        has_fast_network=False,
         slot_bytes=slot_bytes(replicas_per_worker, num_workers),
     )
 

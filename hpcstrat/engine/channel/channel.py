@@ -284,8 +284,7 @@ class Channel:
         """Return the InterruptibleComm of ``comm``; not collective."""
         found = self._interruptible.get(comm.handle)
         if found is None:
-            mpi, fast = self.topology.mpi, self.topology.has_fast_network
-            found = InterruptibleComm(comm, mpi, self._await, fast=fast)
+            found = InterruptibleComm(comm, self.topology.mpi, self._await)
             self._interruptible[comm.handle] = found
         return found
 

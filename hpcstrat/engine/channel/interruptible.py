@@ -39,16 +39,11 @@ _RECYCLED_BYTES = 32 << 20
 class InterruptibleComm:
     """A communicator whose calls wait for each `Waitable` by calling ``wait``.
 
-    Methods are collective over the communicator, unless they say otherwise. On a
-    ``fast`` network, `start` sends each array in one message: several messages take
-    more of the processor's time than the answer of the receiver.
+    Methods are collective over the communicator, unless they say otherwise.
     """
 
-    def __init__(
-        self, comm: Any, mpi: Any, wait: Callable[[Waitable], None], *, fast: bool
-    ) -> None:
+    def __init__(self, comm: Any, mpi: Any, wait: Callable[[Waitable], None]) -> None:
         self._comm, self.mpi, self._wait = comm, mpi, wait
-        self._most_bytes = MOST_MESSAGE_BYTES if fast else EAGER_BYTES
         self.rank: int = comm.rank
         self.size: int = comm.size
         # Returns an uninitialized array, in memory that is reused when it is dropped.
@@ -90,16 +85,15 @@ class InterruptibleComm:
         sent: Mapping[int, Any],
         received: Mapping[int, Any],
         tag: int,
-        most_bytes: int = 0,
+        most_bytes: int = EAGER_BYTES,
     ) -> Exchange:
         """Start to send flat arrays to ranks, and to receive arrays from other ranks.
 
         Not collective. Sender and receiver must use the same sizes and the same limit
-        of a message, ``most_bytes`` (0: `EAGER_BYTES`, or more on a fast network).
-        Exchanges between two ranks with the same tag are matched in the order in which
-        they are started.
+        of a message, ``most_bytes``. Exchanges between two ranks with the same tag are
+        matched in the order in which they are started.
         """
-        exchange, most_bytes = Exchange(sent, received), most_bytes or self._most_bytes
+        exchange = Exchange(sent, received)
         calls = (self._comm.Irecv, received), (self._comm.Isend, sent)
         for call, arrays in calls:
             for rank, array in arrays.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import mmap
 import os
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +53,6 @@ _ROUNDING = 1e-6
 _SEGMENT_BYTES = 32 << 20
 _LARGEST_SLOT_BYTES = 256 << 10
 _LARGEST_SENT_SLOT_BYTES = 2 << 20
-# A network is fast if two neighbors exchange messages of this size in this time (20
-# Gbit/s), in one of some trials.
-_PROBE_BYTES, _PROBE_SECONDS, _NUM_PROBES = 512 << 10, 2e-4, 5
 
 
 class Topology:
@@ -104,9 +100,6 @@ class Topology:
     shares_cores : bool
         Whether more ranks than cores use the cores of the worker's replicas. Ranks of
         the job that are not replicas count, too, if they have formed a topology.
-    has_fast_network : bool
-        Whether the network sends 20 Gbit/s or more, measured once between neighboring
-        workers; the same on all ranks. It decides how sums are cut into messages.
 
     Raises
     ------
@@ -212,20 +205,6 @@ class Topology:
         users = max(self.worker_comm.size, num_users(every))
         users = self.worker_comm.allreduce(users, op=mpi.MAX)
         self.shares_cores: bool = users > self.num_cores
-        self.has_fast_network: bool = self.num_workers > 1 and self._is_fast()
-
-    def _is_fast(self) -> bool:
-        """Return whether messages between all neighboring workers are fast."""
-        comm, seconds = self.cross_worker_comm, list[float]()
-        out, came = bytes(_PROBE_BYTES), bytearray(_PROBE_BYTES)
-        to, source = ((comm.rank + step) % comm.size for step in (1, -1))
-        for _ in range(_NUM_PROBES if self.worker_comm.rank == 0 else 0):
-            start = time.perf_counter()
-            comm.Sendrecv(out, to, 0, came, source, 0)
-            seconds.append(time.perf_counter() - start)
-        fastest = min(seconds, default=0.0)
-        slowest: float = self.replica_comm.allreduce(fastest, op=self.mpi.MAX)
-        return slowest < _PROBE_SECONDS
 
     def _made(self, parent: Any, make: Callable[..., Any], *args: Any) -> Any:
         """Create a communicator, and store it, so that `revoke` revokes it, too."""

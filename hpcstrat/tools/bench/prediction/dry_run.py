@@ -207,7 +207,6 @@ class _DryRunTopology:
         self.num_replicas = job.num_workers * each
         self.replica_id = worker * each + position
         self.smallest_worker = each
-        self.has_fast_network = False
         self.shares_cores = each > (job.cores_per_worker or each)
         self.slot_bytes = job.slot_bytes or slot_bytes(each, job.num_workers)
         self.worker_comm = SimpleNamespace(size=each, rank=position)
