@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mpi4py import MPI
 from torch.nn.parallel import DistributedDataParallel
 
 import hpcstrat as hs
@@ -142,6 +141,10 @@ def left_out(group: Any, handles: list[str], _: Any) -> None:
     if here == 1:
         die()
     refused(f"rank {here} lost", hs.RankLostError, group.barrier)
+    # If the program imported it before hpcstrat, mpi4py would finalize MPI at the end,
+    # and wait for the dead rank.
+    from mpi4py import MPI
+
     # hpcstrat may notice the death before MPI does.
     while not lost_ranks(Topology.world()):
         MPI.COMM_SELF.Iprobe()
