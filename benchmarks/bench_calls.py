@@ -564,7 +564,7 @@ class Bench:
         topology = strategy.topology
         self.comm, self.mpi = topology.replica_comm, topology.mpi
         one_machine = not options["on_hosts"]
-        # Where ranks share cores, the watch would make them wait for whole time slices.
+        # If ranks share cores, the watch would make them wait for whole time slices.
         watched = one_machine and not topology.shares_cores
         self.watch = CoreWatch(self.comm, self.mpi) if watched else None
         self.gloo = None

@@ -33,6 +33,16 @@ class _Interrupted:
         raise KeyboardInterrupt
 
 
+def _check_errors(errors: list[Any], *, interrupted: bool) -> None:
+    """Check the errors of calls after an interrupt, whose own error is the first."""
+    if interrupted:
+        assert type(errors.pop(0)) is KeyboardInterrupt
+    for error in errors:
+        assert type(error) is hs.CollectiveError
+        # The error names the interrupt, not a rank that was late.
+        assert "KeyboardInterrupt" in str(error), error
+
+
 def _reduced(strategy: Any, value: Any) -> Any:
     """Reduce a value; return the error or interrupt that was raised."""
     try:
@@ -58,12 +68,7 @@ def test_ranks_that_leave_a_call_one_after_the_other_are_answered(
     if not last:
         job.Barrier()
     errors += [_reduced(strategy, np.ones(3)) for _ in range(2)]
-    if isinstance(value, _Interrupted):
-        assert type(errors.pop(0)) is KeyboardInterrupt
-    for error in errors:
-        assert type(error) is hs.CollectiveError
-        # The error names the interrupt, not a rank that was late.
-        assert "KeyboardInterrupt" in str(error), error
+    _check_errors(errors, interrupted=isinstance(value, _Interrupted))
     job.Barrier()
     strategy.abandon()
 
@@ -120,11 +125,7 @@ def test_an_interrupt_before_python_posts_the_header_of_the_kernel_ends_all_call
     errors = [_reduced(strategy, value)]
     sys.settrace(before)
     errors += [_reduced(strategy, value) for _ in range(2)]
-    if job.rank == 0:
-        assert type(errors.pop(0)) is KeyboardInterrupt
-    for error in errors:
-        assert type(error) is hs.CollectiveError
-        assert "KeyboardInterrupt" in str(error), error
+    _check_errors(errors, interrupted=job.rank == 0)
     job.Barrier()
     strategy.abandon()
 
